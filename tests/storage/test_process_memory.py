@@ -1,3 +1,5 @@
+"""The store for tests; `certify` runs the contract over it in `testing/test_certify.py`."""
+
 from __future__ import annotations
 
 import pytest
@@ -29,10 +31,10 @@ def test_clear_empties_the_tree_for_all_who_use_it() -> None:
     assert listed(ProcessMemory("cleared")) == {"y": 1}
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a\0"])
-def test_a_name_is_one_plain_word(name: str) -> None:
-    with pytest.raises((StorageError, UsageError)):
-        ProcessMemory(name)
+def test_a_name_is_one_plain_word() -> None:
+    for name in ("", "a/b", "..", "a\0"):
+        with pytest.raises((StorageError, UsageError)):
+            ProcessMemory(name)
 
 
 def test_a_file_is_not_seen_before_it_is_finished() -> None:
@@ -58,10 +60,10 @@ def test_stored_bytes_are_a_copy_that_nobody_can_change() -> None:
     assert storage.get("x", limit=3) == storage.get("y", limit=3) == b"123"
 
 
-@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
-def test_more_than_the_memory_holds_is_a_full_store(nbytes: int) -> None:
+def test_more_than_the_memory_holds_is_a_full_store() -> None:
     ProcessMemory.clear("full")
     storage = ProcessMemory("full")
-    with pytest.raises(StorageFullError, match="process://full/x"):
-        storage.create("x", nbytes)
+    for nbytes in (1 << 60, 1 << 70):
+        with pytest.raises(StorageFullError, match="process://full/x"):
+            storage.create("x", nbytes)
     write(storage, "x", b"1")

@@ -14,6 +14,7 @@ from reknit.monitor.phase import monotonic
 from reknit.storage import registry
 from reknit.storage.base import HasMoved
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.registry import recorded
 from reknit.storage.wrappers.moved import MovedStorage
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -21,7 +22,8 @@ from reknit.testing.metered import MeteredStorage
 from reknit.testing.storage_suite import pattern, read, write
 from reknit.testing.throttled import Pace, ThrottledStorage
 from tests.storage.process_memory import ProcessMemory
-from tests.storage.test_contract import LocalSuite
+from tests.storage.test_contract import LocalSuite, OneRowOfAKind
+from tests.storage.test_recording import Recorded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,38 +33,13 @@ if TYPE_CHECKING:
 QUICK = RetryPolicy(deadline_s=20, first_s=0.001, longest_s=0.002)
 
 
-class WrappedSuite(LocalSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        raise NotImplementedError
-
+class TestAllWrappersAroundOneAnother(OneRowOfAKind, LocalSuite):
     def make(self, tmp_path: Path) -> Storage:
-        self.root = tmp_path / "root"
-        return self.wrap(LocalStorage(self.root, durability="process"))
-
-
-class TestRetrying(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return RetryingStorage(inner, QUICK)
-
-
-class TestRetryingWhatCannotGoOn(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return RetryingStorage(inner, QUICK, resumes=False)
-
-
-class TestThrottled(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return ThrottledStorage(inner, Pace(bytes_per_s=1e12))
-
-
-class TestMoved(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return MovedStorage(inner, registry.open_storage)
-
-
-class TestMetered(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return MeteredStorage(inner)
+        storage: Storage = FaultyStorage(LocalStorage(tmp_path, durability="process").sub("steps/1"))
+        storage = RetryingStorage(storage, QUICK, resumes=False)
+        storage = ThrottledStorage(storage, Pace(bytes_per_s=1e12))
+        storage = RetryingStorage(MeteredStorage(storage), QUICK)
+        return recorded(MovedStorage(storage, registry.open_storage), Recorded().recorder)
 
 
 def work(storage: Storage) -> None:
