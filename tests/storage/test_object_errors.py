@@ -38,11 +38,10 @@ assert storage.get("there", limit=1) == b"1"
 """
 
 
-@pytest.mark.parametrize("name", ["s3", "azure", "gcs"])
-def test_too_few_open_files_are_a_shortage_and_not_retried(name: str) -> None:
+def test_too_few_open_files_are_a_shortage_and_not_retried() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, new_url(name)],
-        env={**os.environ, **environment(name)},
+        [sys.executable, "-c", SCRIPT, new_url("s3")],
+        env={**os.environ, **environment("s3")},
         capture_output=True,
         text=True,
         timeout=60,

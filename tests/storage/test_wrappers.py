@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-import reknit
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic
 from reknit.storage import registry
@@ -135,27 +134,6 @@ def test_somebody_elses_file_is_not_taken_for_ones_own(tmp_path: Path) -> None:
 def test_impossible_policies_are_refused() -> None:
     with pytest.raises(UsageError, match="positive"):
         RetryPolicy(first_s=0)
-
-
-def test_a_save_and_a_load_outlast_a_store_that_comes_and_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stores: list[RetryingStorage] = []
-
-    def open_(url: str, durability: reknit.options.Durability) -> Storage:
-        plan = [Fault("away", n) for n in range(1, 400, 3)]
-        inner = LocalStorage(tmp_path, durability=durability)
-        stores.append(RetryingStorage(FaultyStorage(inner, plan=plan), QUICK))
-        return stores[-1]
-
-    monkeypatch.setitem(registry.factories, "away", open_)
-    state: dict[str, dict[str, Any]] = {"model": {"w": np.arange(1000.0)}, "extra": {"n": 3}}
-    reknit.save("away://x", state)
-    target: dict[str, dict[str, Any]] = {"model": {"w": np.zeros(1000)}, "extra": {"n": 0}}
-    reknit.load("away://x", target)
-    assert (target["model"]["w"] == state["model"]["w"]).all()
-    assert target["extra"] == {"n": 3}
-    assert all(store.retries for store in stores)
 
 
 def test_files_that_have_moved_are_read_past_the_store_and_recorded_as_it_is() -> None:

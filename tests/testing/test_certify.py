@@ -40,10 +40,10 @@ def open_overwriting(url: str, durability: Durability) -> Storage:
 
 
 def test_a_store_that_holds_all_is_left_as_it_was(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REKNIT_MEMORY", str(tmp_path))  # where no test waits for a disk
-    code, reported, _ = Command(capsys)("certify-storage", "mem://certified")
+    code, reported, _ = Command(capfd)("certify-storage", "mem://certified")
     assert code == 0, reported
     (held,) = re.findall(r"(\d+) of (\d+) hold", reported)
     assert held[0] == held[1]
@@ -58,7 +58,7 @@ def test_what_a_store_does_not_hold_is_told() -> None:
     register("overwriting", open_overwriting)
     results = certify("overwriting://root")
     failed = {result.test for result in results if result.outcome == "failed"}
-    assert failed == {"put writes and replaces", "put if absent has one winner"}
+    assert failed == {"put writes and replaces", "put if absent has one winner"}, "the store inside holds all"
     reported = table(results)
     assert f"{len(results) - len(failed)} of {len(results)} hold" in reported
     assert "  NO" in reported
