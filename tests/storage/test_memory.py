@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,13 +281,18 @@ def of_another_user(place: Path) -> None:
         pytest.skip("only root can make a folder of somebody else")
 
 
+def open_to_others(place: Path, mode: int) -> None:
+    place.mkdir()
+    place.chmod(mode)
+
+
 def test_a_folder_that_others_may_have_had_their_hands_in_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     makes: list[Callable[[Path], object]] = [
         link,
-        lambda place: (place.mkdir(), place.chmod(0o777)),
-        lambda place: (place.mkdir(), place.chmod(0o770)),
+        partial(open_to_others, mode=0o777),
+        partial(open_to_others, mode=0o770),
         Path.touch,
         of_another_user,
     ]
