@@ -36,11 +36,11 @@ def test_what_the_attacks_start_from_is_accepted() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["version_of_the_future", "unknown_feature"])
-def test_a_newer_format_is_told_apart_from_damage(name: str) -> None:
-    with pytest.raises(VersionError) as caught:
-        refuse("manifests", dict(hostile_documents.manifests())[name])
-    assert not isinstance(caught.value, CorruptError)
+def test_a_newer_format_is_told_apart_from_damage() -> None:
+    for name in ("version_of_the_future", "unknown_feature"):
+        with pytest.raises(VersionError) as caught:
+            refuse("manifests", dict(hostile_documents.manifests())[name])
+        assert not isinstance(caught.value, CorruptError)
 
 
 def run_alone(*arguments: str) -> list[dict[str, Any]]:

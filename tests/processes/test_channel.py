@@ -139,13 +139,13 @@ def test_a_lost_descriptor_is_an_error_and_the_others_are_closed(ends: tuple[Cha
     assert open_files() <= before
 
 
-@pytest.mark.parametrize("nbytes", [40_000, 1 << 62])
-def test_a_message_larger_than_any_that_is_sent_is_refused(nbytes: int) -> None:
-    ours, theirs = socket_pair()
-    with ours, theirs:
-        ours.sendall(struct.pack("<QI", nbytes, 0))
-        with pytest.raises(OSError, match=f"a message of {nbytes} bytes"):
-            Channel(theirs, decode).receive()
+def test_a_message_larger_than_any_that_is_sent_is_refused() -> None:
+    for nbytes in (40_000, 1 << 62):
+        ours, theirs = socket_pair()
+        with ours, theirs:
+            ours.sendall(struct.pack("<QI", nbytes, 0))
+            with pytest.raises(OSError, match=f"a message of {nbytes} bytes"):
+                Channel(theirs, decode).receive()
 
 
 def test_a_file_that_is_smaller_than_its_message_is_refused() -> None:

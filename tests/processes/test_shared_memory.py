@@ -63,10 +63,10 @@ def test_new_memory_is_zeros_on_a_page_boundary_and_no_child_inherits_it(memory:
     assert not os.get_inheritable(memory.fd)
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_memory_without_bytes_is_refused(nbytes: int) -> None:
-    with pytest.raises(UsageError, match="at least 1 byte"):
-        SharedMemory.create(nbytes)
+def test_memory_without_bytes_is_refused() -> None:
+    for nbytes in (0, -1):
+        with pytest.raises(UsageError, match="at least 1 byte"):
+            SharedMemory.create(nbytes)
 
 
 def test_populated_pages_are_written_without_a_page_fault() -> None:
@@ -179,50 +179,41 @@ def test_populate_works_where_pages_cannot_be_reserved(
     assert (memory.bytes == 9).all()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
-def test_memory_that_ends_while_populating_is_memory_error(
-    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def fail(fd: int, start: int, nbytes: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(
-        MemoryError, match=r"no room for 4194304 bytes of shared memory: .*" + os.strerror(number)
-    ):
-        memory.populate(0, MIB)
-
-
-def test_other_failures_while_populating_stay_what_they_are(
+def test_memory_that_ends_while_populating_is_memory_error_and_no_other_failure_is(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(fd: int, start: int, nbytes: int) -> None:
-        raise OSError(errno.EIO, "broken")
+    room = "no room for 4194304 bytes of shared memory: .*"
+    for number, error, says in (
+        (errno.ENOSPC, MemoryError, room),
+        (errno.ENOMEM, MemoryError, room),
+        (errno.EIO, OSError, ""),
+    ):
 
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(OSError, match="broken"):
-        memory.populate(0, MIB)
+        def fail(*_: int, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(error, match=says + os.strerror(number)):
+            memory.populate(0, MIB)
 
 
-@pytest.mark.parametrize(
-    ("limit", "nbytes"), [("RLIMIT_FSIZE", 64 * MIB), ("RLIMIT_AS", 1 << 40), (None, 1 << 70)]
-)
-def test_memory_larger_than_the_system_allows_is_memory_error_and_leaks_nothing(
-    limit: str | None, nbytes: int
-) -> None:
+def test_memory_larger_than_the_system_allows_is_memory_error_and_leaks_nothing() -> None:
     code = (
-        "import os, resource, sys\n"
+        "import os, resource\n"
         "from reknit.processes.shared_memory import SharedMemory\n"
-        "limit, nbytes = sys.argv[1], int(sys.argv[2])\n"
-        "if limit: resource.setrlimit(getattr(resource, limit), ((16 << 30, 16 << 30) if 'AS' in limit\n"
-        "    else (nbytes - 1, nbytes - 1)))\n"
-        "before = len(os.listdir('/proc/self/fd'))\n"
-        "try: SharedMemory.create(nbytes)\n"
-        "except MemoryError as error: print(error, len(os.listdir('/proc/self/fd')) - before)\n"
+        "file, all = resource.RLIMIT_FSIZE, resource.RLIMIT_AS\n"
+        "for limit, most, nbytes in (file, 1 << 20, 64 << 20), (all, 16 << 30, 1 << 40), (all, 0, 1 << 70):\n"
+        "    had = resource.getrlimit(limit)\n"
+        "    if most: resource.setrlimit(limit, (most, had[1]))\n"
+        "    before = len(os.listdir('/proc/self/fd'))\n"
+        "    try: SharedMemory.create(nbytes)\n"
+        "    except MemoryError as error: print(nbytes, len(os.listdir('/proc/self/fd')) - before, error)\n"
+        "    resource.setrlimit(limit, had)\n"
     )
-    out = finish(run_python(code, limit or "", str(nbytes)))
-    assert out.startswith(f"no room for {nbytes} bytes of shared memory: ")
-    assert out.endswith(" 0\n")
+    lines = finish(run_python(code)).splitlines()
+    assert len(lines) == 3
+    for line, nbytes in zip(lines, (64 * MIB, 1 << 40, 1 << 70), strict=True):
+        assert line.startswith(f"{nbytes} 0 no room for {nbytes} bytes of shared memory: ")
 
 
 def test_two_processes_see_each_others_bytes(memory: SharedMemory) -> None:
@@ -269,13 +260,13 @@ def test_what_a_process_left_in_memory_outlives_it() -> None:
     assert shared_names() <= names
 
 
-@pytest.mark.parametrize("nbytes", [0, MIB + 1])
-def test_attaching_to_less_memory_than_was_said_is_refused_and_closes_the_descriptor(nbytes: int) -> None:
+def test_attaching_to_less_memory_than_was_said_is_refused_and_closes_the_descriptor() -> None:
     fds = open_files()
-    fd = os.memfd_create("small")
-    os.ftruncate(fd, MIB)
-    with pytest.raises(UsageError, match=f"shared memory of {MIB} bytes has no {nbytes} bytes to map"):
-        SharedMemory(fd, nbytes)
+    for nbytes in (0, MIB + 1):
+        fd = os.memfd_create("small")
+        os.ftruncate(fd, MIB)
+        with pytest.raises(UsageError, match=f"shared memory of {MIB} bytes has no {nbytes} bytes to map"):
+            SharedMemory(fd, nbytes)
     assert open_files() <= fds
 
 

@@ -1,31 +1,24 @@
-"""Every store passes the shipped suite."""
+"""Local stores pass the shipped suite; the other stores and the wrappers do so beside their own tests."""
 
 from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
+
+import pytest
 
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.ranges import read_runs
-from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.storage_suite import StorageSuite
-from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from reknit.options import Durability
     from reknit.storage.base import Storage
 
 
 class LocalSuite(StorageSuite):
-    durability: ClassVar[Durability] = "power"
-
     def make(self, tmp_path: Path) -> Storage:
-        return LocalStorage(tmp_path / "not made yet" / "root", durability=self.durability)
+        return LocalStorage(tmp_path / "not made yet" / "root", durability="power")
 
     def raw_read(self, storage: Storage, path: str) -> bytes:
         return Path(storage.url, path).read_bytes()
@@ -36,43 +29,28 @@ class LocalSuite(StorageSuite):
         target.write_bytes(data)
 
 
+class OneRowOfAKind(StorageSuite):
+    """The suite with fewer paths, names and runs, for a client whose code treats the others alike."""
+
+    @pytest.mark.parametrize("path", ["", "a/../../up", "a\0b", "a/.x.tmp/b", "\ud800"])
+    def test_a_path_that_leads_out_is_refused(self, storage: Storage, path: str) -> None:
+        super().test_a_path_that_leads_out_is_refused(storage, path)
+
+    @pytest.mark.parametrize("name", ["模型/层 1", "a.b/c,d[0:128]", "%2e%2e", "x" * 200])
+    def test_names_of_any_language_work(self, storage: Storage, name: str) -> None:
+        super().test_names_of_any_language_work(storage, name)
+
+    @pytest.mark.parametrize("nbytes", [13, 5000])
+    @pytest.mark.parametrize("largest_hole", [7, 100_000])
+    def test_runs_come_one_after_another(self, storage: Storage, nbytes: int, largest_hole: int) -> None:
+        super().test_runs_come_one_after_another(storage, nbytes, largest_hole)
+
+
 class TestLocalWithPowerDurability(LocalSuite):
     pass
 
 
-class TestLocalWithProcessDurability(LocalSuite):
-    durability: ClassVar[Durability] = "process"
-
-
-class TestLocalBelowAnotherStore(LocalSuite):
-    durability: ClassVar[Durability] = "process"
-
-    def make(self, tmp_path: Path) -> Storage:
-        return LocalStorage(tmp_path, durability=self.durability).sub("steps/1")
-
-
-class TestLocalThatPassesThroughAFaultyStorage(LocalSuite):
-    durability: ClassVar[Durability] = "process"
-
-    def make(self, tmp_path: Path) -> Storage:
-        return FaultyStorage(LocalStorage(tmp_path, durability=self.durability))
-
-
-class WithoutRuns(LocalStorage):
-    """A store that reads runs as ranges."""
-
-    def read_runs(self, path: str, starts: NDArray[np.int64], nbytes: int, buffer: memoryview) -> None:
-        read_runs(self.read_into, path, starts, nbytes, buffer)
-
-
-class TestLocalThatReadsRunsAsRanges(LocalSuite):
-    durability: ClassVar[Durability] = "process"
-
-    def make(self, tmp_path: Path) -> Storage:
-        return WithoutRuns(tmp_path, durability=self.durability)
-
-
-class TestMemory(LocalSuite):
+class TestMemory(OneRowOfAKind, LocalSuite):
     def make(self, tmp_path: Path) -> Storage:
         return MemoryStorage(f"contract-{uuid.uuid4().hex}")
 
@@ -87,37 +65,3 @@ class TestMemory(LocalSuite):
     def raw(self, storage: Storage, path: str) -> Path:
         assert isinstance(storage, MemoryStorage)
         return Path(storage.folder, path)
-
-
-class TestMemoryBelowAnotherStore(TestMemory):
-    def make(self, tmp_path: Path) -> Storage:
-        return super().make(tmp_path).sub("steps/1")
-
-
-class ProcessMemorySuite(StorageSuite):
-    """The raw access is a second store, opened at the root of the tree."""
-
-    def make(self, tmp_path: Path) -> Storage:
-        ProcessMemory.clear("contract")
-        return ProcessMemory("contract")
-
-    def _raw(self, storage: Storage) -> dict[str, memoryview]:
-        return ProcessMemory.trees["contract"].files
-
-    def _key(self, storage: Storage, path: str) -> str:
-        return f"{storage.url}/{path}".removeprefix("process://contract/")
-
-    def raw_read(self, storage: Storage, path: str) -> bytes:
-        return bytes(self._raw(storage)[self._key(storage, path)])
-
-    def raw_write(self, storage: Storage, path: str, data: bytes) -> None:
-        self._raw(storage)[self._key(storage, path)] = memoryview(data)
-
-
-class TestProcessMemory(ProcessMemorySuite):
-    pass
-
-
-class TestProcessMemoryBelowAnotherStore(ProcessMemorySuite):
-    def make(self, tmp_path: Path) -> Storage:
-        return super().make(tmp_path).sub("steps/1")

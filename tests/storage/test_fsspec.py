@@ -13,7 +13,7 @@ import reknit
 from reknit.errors import MissingExtraError, StorageError, StorageUnavailableError, UnknownSchemeError
 from reknit.storage import fsspec_store, registry
 from reknit.storage.fsspec_store import open_fsspec
-from reknit.testing.storage_suite import StorageSuite
+from tests.storage.test_contract import OneRowOfAKind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 fsspec = pytest.importorskip("fsspec")
 
 
-class TestMemoryOfFsspec(StorageSuite):
+class TestMemoryOfFsspec(OneRowOfAKind):
     def make(self, tmp_path: Path) -> Storage:
         self.root = f"/reknit{tmp_path}"
         return open_fsspec(f"memory:/{self.root}")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hdfs_native import FileStatus
 
     from reknit.storage.base import Storage
+    from reknit.storage.hdfs.client import HdfsClient
     from tests.storage.rpc_proxy import Fault
 
 LARGE = pattern(2 * MIB + 1)
@@ -37,12 +38,16 @@ def proxy() -> Iterator[RpcProxy]:
         yield proxy
 
 
-@pytest.fixture
-def storage(proxy: RpcProxy) -> Storage:
+def folder_with_a_file(proxy: RpcProxy) -> Storage:
     folder = f"hdfs://127.0.0.1:{proxy.port}/answers-{uuid.uuid4().hex}"
     found = RetryingStorage(open_hdfs(f"{folder}?part_mib=1&block_mib=1&timeout_s=10&tries=2"), POLICY)
     assert found.put("first", b"1", if_absent=True)
     return found
+
+
+@pytest.fixture
+def storage(proxy: RpcProxy) -> Storage:
+    return folder_with_a_file(proxy)
 
 
 def put_new(storage: Storage) -> None:
@@ -109,52 +114,53 @@ CALLS: list[tuple[Callable[[Storage], None], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("operation", "methods"), CALLS)
-def test_an_operation_whose_calls_meet_a_fault_is_done_once(
-    proxy: RpcProxy,
-    storage: Storage,
-    operation: Callable[[Storage], None],
-    methods: tuple[str, ...],
-    fault: Fault,
-) -> None:
+def test_an_operation_whose_calls_meet_a_fault_is_done_once(proxy: RpcProxy, fault: Fault) -> None:
     """The next call of each method meets it, also when the operation is repeated."""
-    proxy.spoil(fault, *methods)
-    operation(storage)
-    assert not proxy.unspoilt, proxy.calls
+    for operation, methods in CALLS:
+        storage = folder_with_a_file(proxy)
+        proxy.spoil(fault, *methods)
+        operation(storage)
+        assert not proxy.unspoilt, (operation, proxy.calls)
 
 
-@pytest.mark.parametrize("operation", [put_new, put_over, write_small, commit, commit_over])
-def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try(
-    proxy: RpcProxy, storage: Storage, operation: Callable[[Storage], None]
-) -> None:
-    proxy.spoil("lost", "rename2")
-    operation(innermost(storage))
-    assert len([call for call in proxy.calls if call.startswith("rename2 ")]) == 1
-    if operation in (put_new, put_over, write_small):
-        assert "rename2" not in proxy.calls
+RENAMING = (put_new, put_over, write_small, commit, commit_over)
 
 
-@pytest.mark.parametrize("operation", [put_new, put_over, write_small, commit, commit_over])
+def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try(proxy: RpcProxy) -> None:
+    for operation in RENAMING:
+        storage = folder_with_a_file(proxy)
+        proxy.spoil("lost", "rename2")
+        operation(innermost(storage))
+        assert len([call for call in proxy.calls if call.startswith("rename2 ")]) == 1, operation
+        if operation not in (commit, commit_over):
+            assert "rename2" not in proxy.calls, operation
+
+
 def test_a_look_for_a_renamed_file_does_not_stay_on_a_connection_that_has_ended(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch, operation: Callable[[Storage], None]
+    proxy: RpcProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = innermost(storage)
-    client = inner.client  # type: ignore[attr-defined]
+    for operation in RENAMING:
+        inner = innermost(folder_with_a_file(proxy))
+        with monkeypatch.context() as patch:
+            end_with_the_answer_to_a_rename(inner.client, patch)  # type: ignore[attr-defined]
+            operation(inner)
+
+
+def end_with_the_answer_to_a_rename(client: HdfsClient, patch: pytest.MonkeyPatch) -> None:
+    """Let the next rename end the connection that its client uses, before its answer."""
     rename, stat, dead = client.rename, client.stat, client.raw
 
     def ended(path: str) -> FileStatus:
         if client.raw is dead:
             raise StorageUnavailableError("RPC listener disconnected", path=path)
-        found: FileStatus = stat(path)
-        return found
+        return stat(path)
 
     def unanswered(source: str, target: str, *, overwrite: bool) -> None:
         rename(source, target, overwrite=overwrite)
-        monkeypatch.setattr(client, "stat", ended)
+        patch.setattr(client, "stat", ended)
         raise StorageUnavailableError("no answer", path=target)
 
-    monkeypatch.setattr(client, "rename", unanswered)
-    operation(inner)
+    patch.setattr(client, "rename", unanswered)
 
 
 def test_a_commit_whose_marker_another_save_removed_has_not_happened(

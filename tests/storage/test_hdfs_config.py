@@ -28,24 +28,19 @@ def write(folder: Path, name: str, **values: str) -> None:
     (folder / f"{name}-site.xml").write_text(f"<configuration>{''.join(lines)}</configuration>")
 
 
-@pytest.mark.parametrize(
-    ("authority", "address"),
-    [
+def test_without_any_configuration_the_url_names_the_namenode(conf: Path) -> None:
+    for authority, address in (
         ("nn:9000", ("nn", 9000)),
         ("nn", ("nn", 8020)),
         ("[::1]:9000", ("::1", 9000)),
         ("[::1]", ("::1", 8020)),
-    ],
-)
-def test_without_any_configuration_the_url_names_the_namenode(
-    conf: Path, authority: str, address: tuple[str, int]
-) -> None:
-    place = parse_url(f"hdfs://{authority}/runs/one/?part_mib=8&timeout_s=3")
-    assert place.folder == "/runs/one"
-    assert place.url == f"hdfs://{authority}/runs/one"
-    assert place.options == HdfsOptions(part_nbytes=8 << 20, timeout_s=3.0)
-    found = cluster(place)
-    assert (found.namenodes, found.secure, found.user) == ((address,), False, "ann")
+    ):
+        place = parse_url(f"hdfs://{authority}/runs/one/?part_mib=8&timeout_s=3")
+        assert place.folder == "/runs/one"
+        assert place.url == f"hdfs://{authority}/runs/one"
+        assert place.options == HdfsOptions(part_nbytes=8 << 20, timeout_s=3.0)
+        found = cluster(place)
+        assert (found.namenodes, found.secure, found.user) == ((address,), False, "ann")
 
 
 def test_a_nameservice_has_several_namenodes(conf: Path) -> None:

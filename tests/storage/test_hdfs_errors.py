@@ -24,53 +24,36 @@ from reknit.storage.errors import ExistingError
 from reknit.storage.hdfs.errors import as_ours, of_class, plain, unreached
 from reknit.storage.hdfs.store import HdfsStorage
 
-
-@pytest.mark.parametrize(
-    ("name", "message", "expected"),
-    [
-        ("java.io.FileNotFoundException", "File does not exist: /x", StorageNotFoundError),
-        ("org.apache.hadoop.fs.FileAlreadyExistsException", "/x", ExistingError),
-        ("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException", "The quota", StorageFullError),
-        (
-            "org.apache.hadoop.security.AccessControlException",
-            "SIMPLE is not enabled",
-            StoragePermissionError,
-        ),
-        ("java.lang.SecurityException", "Failed to obtain user group information", StoragePermissionError),
-        (
-            "org.apache.hadoop.security.token.SecretManager$InvalidToken",
-            "token expired",
-            StoragePermissionError,
-        ),
-        ("org.apache.hadoop.ipc.StandbyException", "in state standby", StorageUnavailableError),
-        ("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot", StorageUnavailableError),
-        ("java.io.IOException", "File /x could only be replicated to 0 nodes", StorageUnavailableError),
-        ("org.apache.hadoop.HadoopIllegalArgumentException", "concat: source is empty", StorageError),
-    ],
-)
-def test_what_hadoop_names_is_an_error_that_says_what_it_means(
-    name: str, message: str, expected: type[StorageError]
-) -> None:
-    error = of_class("write", "hdfs://nn/x", name, message)
-    assert type(error) is expected
-    assert "hdfs://nn/x" in str(error)
-    assert error.remedy
+NAMED: list[tuple[str, str, type[StorageError]]] = [
+    ("java.io.FileNotFoundException", "File does not exist: /x", StorageNotFoundError),
+    ("org.apache.hadoop.fs.FileAlreadyExistsException", "/x", ExistingError),
+    ("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException", "The quota", StorageFullError),
+    ("org.apache.hadoop.security.AccessControlException", "SIMPLE is not enabled", StoragePermissionError),
+    ("java.lang.SecurityException", "Failed to obtain user group information", StoragePermissionError),
+    ("org.apache.hadoop.security.token.SecretManager$InvalidToken", "expired", StoragePermissionError),
+    ("org.apache.hadoop.ipc.StandbyException", "in state standby", StorageUnavailableError),
+    ("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot", StorageUnavailableError),
+    ("java.io.IOException", "File /x could only be replicated to 0 nodes", StorageUnavailableError),
+    ("org.apache.hadoop.HadoopIllegalArgumentException", "concat: source is empty", StorageError),
+]
 
 
-@pytest.mark.parametrize(
-    ("reported", "said"),
-    [
+def test_what_hadoop_names_is_an_error_that_says_what_it_means() -> None:
+    for name, message, expected in NAMED:
+        error = of_class("write", "hdfs://nn/x", name, message)
+        assert type(error) is expected, name
+        assert "hdfs://nn/x" in str(error), name
+        assert error.remedy, name
+
+
+def test_an_error_is_told_in_full_without_the_stack_of_the_server() -> None:
+    for reported, said in (
         ("Connection refused (os error 111)", "Connection refused (os error 111)"),
         ('RPCError("java.io.IOException", "one line")', "IOException: one line"),
         ('RPCError("java.io.IOException", "it is (in brackets)")', "IOException: it is (in brackets)"),
-        (
-            'RPCError("java.io.IOException", "one line\\n\\tat org.apache.X.y(X.java:1)")',
-            "IOException: one line",
-        ),
-    ],
-)
-def test_an_error_is_told_in_full_without_the_stack_of_the_server(reported: str, said: str) -> None:
-    assert plain(RuntimeError(reported)) == said
+        ('RPCError("java.io.IOException", "one line\\n\\tat org.X.y(X.java:1)")', "IOException: one line"),
+    ):
+        assert plain(RuntimeError(reported)) == said
 
 
 def test_too_few_open_files_are_a_shortage_of_this_process_and_not_a_cluster_out_of_reach() -> None:

@@ -22,12 +22,10 @@ def nodes(answer: bytes, monkeypatch: pytest.MonkeyPatch, *, by_name: bool = Fal
     return RpcRequests(cluster, 1.0).nodes_of("/x", "hdfs://namenode/x")
 
 
-@pytest.mark.parametrize(("by_name", "host"), [(False, "10.0.0.3"), (True, "data3")])
-def test_a_datanode_is_known_by_what_the_namenode_tells_of_it(
-    by_name: bool, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (node,) = nodes(ANSWER, monkeypatch, by_name=by_name)
-    assert (node.key, node.address, node.encoded) == ("uuid", (host, 9866), NODE)
+def test_a_datanode_is_known_by_what_the_namenode_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for by_name, host in ((False, "10.0.0.3"), (True, "data3")):
+        (node,) = nodes(ANSWER, monkeypatch, by_name=by_name)
+        assert (node.key, node.address, node.encoded) == ("uuid", (host, 9866), NODE)
 
 
 def test_a_file_without_a_block_has_no_datanodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,15 +33,14 @@ def test_a_file_without_a_block_has_no_datanodes(monkeypatch: pytest.MonkeyPatch
     assert nodes(bytes_field(1, number_field(1, 5)), monkeypatch) == []
 
 
-@pytest.mark.parametrize("length", range(1, len(ANSWER)))
-def test_an_answer_that_is_cut_off_is_none(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageUnavailableError, match="not a message of Hadoop's RPC"):
-        nodes(ANSWER[:length], monkeypatch)
+def test_an_answer_that_is_cut_off_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in range(1, len(ANSWER)):
+        with pytest.raises(StorageUnavailableError, match="not a message of Hadoop's RPC"):
+            nodes(ANSWER[:length], monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "node", [b"", bytes_field(1, b""), bytes_field(1, text_field(1, "10.0.0.3") + text_field(3, "uuid"))]
-)
-def test_a_datanode_without_an_address_is_none(node: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageUnavailableError, match="names no DataNode"):
-        nodes(bytes_field(1, bytes_field(4, bytes_field(3, node))), monkeypatch)
+def test_a_datanode_without_an_address_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    nameless = text_field(1, "10.0.0.3") + text_field(3, "uuid")
+    for node in (b"", bytes_field(1, b""), bytes_field(1, nameless)):
+        with pytest.raises(StorageUnavailableError, match="names no DataNode"):
+            nodes(bytes_field(1, bytes_field(4, bytes_field(3, node))), monkeypatch)

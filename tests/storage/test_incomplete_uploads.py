@@ -106,29 +106,24 @@ def test_an_interrupt_while_an_object_is_finished_aborts_its_upload(
     assert uploads_left(storage.url) == []
 
 
-@pytest.mark.parametrize(
-    ("url", "variables", "error"),
-    [
-        ("s3://no-such-bucket/x?retries=0", {}, StorageError),
-        ("s3://reknit/x?retries=0", {"AWS_SECRET_ACCESS_KEY": "wrong"}, StoragePermissionError),
-        ("s3://reknit/x?retries=0", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, StorageUnavailableError),
-    ],
-)
 def test_what_goes_wrong_is_told_as_by_every_store(
-    url: str,
-    variables: dict[str, str],
-    error: type[StorageError],
-    storage: ObjectStorage,
-    monkeypatch: pytest.MonkeyPatch,
+    storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from reknit.storage.object.incomplete_uploads import Uploads
 
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    below = open_object(url)
-    with pytest.raises(error, match="s3://") as raised:
-        list(Uploads(below.place, below.options).under_way())
-    assert "wrong" not in str(raised.value)
+    cases: list[tuple[str, dict[str, str], type[StorageError]]] = [
+        ("s3://no-such-bucket/x", {}, StorageError),
+        ("s3://reknit/x", {"AWS_SECRET_ACCESS_KEY": "wrong"}, StoragePermissionError),
+        ("s3://reknit/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, StorageUnavailableError),
+    ]
+    for url, variables, error in cases:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            below = open_object(f"{url}?retries=0")
+            with pytest.raises(error, match="s3://") as raised:
+                list(Uploads(below.place, below.options).under_way())
+        assert "wrong" not in str(raised.value)
 
 
 def test_the_endpoint_is_found_by_the_names_that_the_other_client_knows(

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reknit.options import Durability
-
 either_way = pytest.mark.parametrize("if_absent", [False, True])
 
 
@@ -86,40 +84,32 @@ def test_the_content_is_synced_under_the_markers_name_and_the_folder_after_the_s
     ]
 
 
-@either_way
-def test_process_durability_syncs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, if_absent: bool
-) -> None:
-    durability: Durability = "process"
-    storage = LocalStorage(tmp_path, durability=durability)
-    begun(storage)
+def test_process_durability_syncs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(tmp_path, durability="process")
     events = traced(monkeypatch)
-    assert storage.commit("manifest", b"1", pending="pending", if_absent=if_absent)
+    for path, if_absent in (("one", False), ("other", True)):
+        assert storage.commit(path, b"1", pending=begun(storage), if_absent=if_absent)
     assert "fsync" not in {call for call, _ in events}
 
 
-@pytest.mark.parametrize(
-    ("call", "if_absent"),
-    [
-        *((call, False) for call in ("pwrite", "fsync", "rename")),
-        *((c, True) for c in ("pwrite", "fsync", "link")),
-    ],
-)
+@either_way
 def test_a_marker_that_is_deleted_at_any_moment_before_the_step_prevents_it(
-    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, if_absent: bool
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, if_absent: bool
 ) -> None:
-    begun(storage)
-    real = getattr(os, call)
+    for call in ("pwrite", "fsync", "link" if if_absent else "rename"):
+        begun(storage)
+        real = getattr(os, call)
 
-    def deleted(*args: Any) -> Any:
-        (tmp_path / "pending").unlink(missing_ok=True)
-        return real(*args)
+        def deleted(*args: Any, real: Callable[..., Any] = real) -> Any:
+            (tmp_path / "pending").unlink(missing_ok=True)
+            return real(*args)
 
-    monkeypatch.setattr(os, call, deleted)
-    with pytest.raises(StorageNotFoundError) as caught:
-        storage.commit("manifest", b"1", pending="pending", if_absent=if_absent)
-    assert caught.value.path == str(tmp_path / "pending")
-    assert os.listdir(tmp_path) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, deleted)
+            with pytest.raises(StorageNotFoundError) as caught:
+                storage.commit("manifest", b"1", pending="pending", if_absent=if_absent)
+        assert caught.value.path == str(tmp_path / "pending")
+        assert os.listdir(tmp_path) == [], call
 
 
 KILLED = """
@@ -142,32 +132,22 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with folders in which a commit was killed at each call."""
-    root = tmp_path_factory.mktemp("killed")
+def test_a_commit_that_is_killed_leaves_the_old_content_or_the_new(tmp_path: Path) -> None:
     cases = [f"{call}-{if_absent}" for call, if_absent in CASES]
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(root), *cases]
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), *cases]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"{case} {signal.SIGKILL:d}" for case in cases]
-    return root
-
-
-@pytest.mark.parametrize(("call", "if_absent"), CASES)
-def test_a_commit_that_is_killed_leaves_the_old_content_or_the_new(
-    killed: Path, call: str, if_absent: bool
-) -> None:
-    folder = killed / f"{call}-{if_absent}"
-    storage, old = LocalStorage(folder), None if if_absent else 3
-    files = listed(storage)
-    left = files.pop("manifest", None)
-    assert left == (3000 if call == "unlink" else old)
-    assert set(files) == (set() if call == "unlink" and not if_absent else {"pending"})
-    storage.delete("pending")
-    begun(storage, "later")
-    assert storage.commit("manifest", b"later", pending="later", if_absent=False)
-    assert storage.get("manifest", limit=10) == b"later"
-    assert os.listdir(folder) == ["manifest"]
+    for case, (call, if_absent) in zip(cases, CASES, strict=True):
+        storage, old = LocalStorage(tmp_path / case), None if if_absent else 3
+        files = listed(storage)
+        left = files.pop("manifest", None)
+        assert left == (3000 if call == "unlink" else old), case
+        assert set(files) == (set() if call == "unlink" and not if_absent else {"pending"}), case
+        storage.delete("pending")
+        begun(storage, "later")
+        assert storage.commit("manifest", b"later", pending="later", if_absent=False)
+        assert storage.get("manifest", limit=10) == b"later"
+        assert os.listdir(tmp_path / case) == ["manifest"]
 
 
 @either_way
@@ -208,13 +188,12 @@ def test_after_a_repeated_request_for_a_rename_only_the_content_tells(
     assert storage.get("manifest", limit=1) == b"1"
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
 def test_without_hard_links_a_commit_still_needs_its_marker_and_a_free_name(
-    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(storage, "one")
     begun(storage, "two")
-    monkeypatch.setattr(os, "link", failing(code))
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
     assert storage.commit("manifest", b"1", pending="one", if_absent=True) is True
     assert storage.commit("manifest", b"2", pending="two", if_absent=True) is False
     assert storage.get("manifest", limit=1) == b"1"
@@ -234,16 +213,16 @@ def test_without_hard_links_a_commit_still_needs_its_marker_and_a_free_name(
     assert os.listdir(tmp_path) == ["manifest"]
 
 
-@either_way
 def test_a_full_disk_leaves_the_old_content_and_the_marker(
-    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, if_absent: bool
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage.put("manifest", b"old", if_absent=True)
     begun(storage)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", failing(errno.ENOSPC))
-        with pytest.raises(StorageFullError):
-            storage.commit("manifest", b"new", pending="pending", if_absent=if_absent)
+        for if_absent in (False, True):
+            with pytest.raises(StorageFullError):
+                storage.commit("manifest", b"new", pending="pending", if_absent=if_absent)
     assert storage.get("manifest", limit=3) == b"old"
     assert sorted(os.listdir(tmp_path)) == ["manifest", "pending"]
 

@@ -25,106 +25,48 @@ if TYPE_CHECKING:
 
 FULL = "/runs/step_1/model/x"
 
-# error, user, kind, text in the message, text in the remedy, and text that neither has
-TABLE: dict[str, tuple[OSError, int, type[Exception], str, str, str]] = {
-    "read-only, root": (
-        OSError(errno.EROFS, "ro"),
-        0,
-        StoragePermissionError,
-        "EROFS",
-        "mounted read-only",
-        "user 0",
-    ),
-    "read-only, user": (
-        OSError(errno.EROFS, "ro"),
-        7,
-        StoragePermissionError,
-        "EROFS",
-        "mounted read-only",
-        "user 7",
-    ),
-    "denied, user": (
-        OSError(errno.EACCES, "no"),
-        7,
-        StoragePermissionError,
-        "EACCES",
-        "let user 7 do this",
-        "root",
-    ),
-    "denied, root": (
-        OSError(errno.EACCES, "no"),
-        0,
-        StoragePermissionError,
-        "EACCES",
-        "root_squash",
-        "let user 0",
-    ),
-    "refused, root": (OSError(errno.EPERM, "no"), 0, StoragePermissionError, "EPERM", "lsattr", "let user 0"),
-    "a closed folder": (
-        OSError(errno.EACCES, "no", "/runs/step_1"),
-        7,
-        StoragePermissionError,
-        "no at the folder /runs/step_1 (EACCES)",
-        "let user 7",
-        "root",
-    ),
-    "full": (OSError(errno.ENOSPC, "full"), 7, StorageFullError, "ENOSPC", "bytes are free there", "quota"),
-    "quota": (OSError(errno.EDQUOT, "quota"), 7, StorageFullError, "EDQUOT", "quota", "are free there"),
-    "a link": (OSError(errno.ELOOP, "loop"), 7, StoragePermissionError, "ELOOP", "replace the link", "user"),
-    "missing": (OSError(errno.ENOENT, "gone"), 7, StorageNotFoundError, "ENOENT", "spelled", "user"),
-    "below a file": (
-        OSError(errno.ENOTDIR, "file"),
-        7,
-        StorageNotFoundError,
-        "ENOTDIR",
-        "is a folder",
-        "user",
-    ),
-    "a folder": (
-        OSError(errno.EISDIR, "folder"),
-        7,
-        StorageError,
-        "EISDIR",
-        "has the name of a file",
-        "user",
-    ),
-    "taken": (OSError(errno.EEXIST, "there"), 7, StorageError, "EEXIST", "another name", "user"),
-    "too long": (
-        OSError(errno.ENAMETOOLONG, "long"),
-        7,
-        StorageError,
-        "ENAMETOOLONG",
-        "shorter path",
-        "user",
-    ),
-    "a limit": (OSError(errno.EFBIG, "big"), 7, StorageError, "EFBIG", "max_file_nbytes", "user"),
-    "a disk": (OSError(errno.EIO, "i/o"), 7, StorageError, "EIO", "the kernel's log", "spelled"),
-    "a mount that is gone": (
-        OSError(errno.ENOTCONN, "off"),
-        7,
-        StorageError,
-        "ENOTCONN",
-        "mount it again",
-        "user",
-    ),
-    "a server": (OSError(errno.ETIMEDOUT, "slow"), 7, StorageError, "ETIMEDOUT", "try again later", "user"),
-    "open files": (OSError(errno.EMFILE, "many"), 7, ShortageError, "EMFILE", "ulimit -n", "another path"),
-}
+# number, user, kind, text in the remedy, and text that it does not have
+TABLE: list[tuple[int, int, type[Exception], str, str]] = [
+    (errno.EROFS, 0, StoragePermissionError, "mounted read-only", "user 0"),
+    (errno.EROFS, 7, StoragePermissionError, "mounted read-only", "user 7"),
+    (errno.EACCES, 7, StoragePermissionError, "let user 7 do this", "root"),
+    (errno.EACCES, 0, StoragePermissionError, "root_squash", "let user 0"),
+    (errno.EPERM, 0, StoragePermissionError, "lsattr", "let user 0"),
+    (errno.ENOSPC, 7, StorageFullError, "bytes are free there", "quota"),
+    (errno.EDQUOT, 7, StorageFullError, "quota", "are free there"),
+    (errno.ELOOP, 7, StoragePermissionError, "replace the link", "user"),
+    (errno.ENOENT, 7, StorageNotFoundError, "spelled", "user"),
+    (errno.ENOTDIR, 7, StorageNotFoundError, "is a folder", "user"),
+    (errno.EISDIR, 7, StorageError, "has the name of a file", "user"),
+    (errno.EEXIST, 7, StorageError, "another name", "user"),
+    (errno.ENAMETOOLONG, 7, StorageError, "shorter path", "user"),
+    (errno.EFBIG, 7, StorageError, "max_file_nbytes", "user"),
+    (errno.EIO, 7, StorageError, "the kernel's log", "spelled"),
+    (errno.ENOTCONN, 7, StorageError, "mount it again", "user"),
+    (errno.ETIMEDOUT, 7, StorageError, "try again later", "user"),
+    (errno.EMFILE, 7, ShortageError, "ulimit -n", "another path"),
+]
 
 
-@pytest.mark.parametrize("case", TABLE)
-def test_an_error_is_told_with_a_remedy_that_can_be_followed(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error, user, kind, says, helps, never = TABLE[case]
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    found = typed(error, "write", FULL)
-    assert type(found) is kind
-    assert found.message.startswith(f"cannot write {FULL}: ")
-    assert says in found.message
-    assert helps in str(found.remedy)
-    assert never not in str(found.remedy)
-    assert found.path == FULL
+def test_an_error_is_told_with_a_remedy_that_can_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, user, kind, helps, never in TABLE:
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        found = typed(OSError(number, "why"), "write", FULL)
+        case = (errno.errorcode[number], user, found)
+        assert type(found) is kind, case
+        assert found.message.startswith(f"cannot write {FULL}: "), case
+        assert errno.errorcode[number] in found.message, case
+        assert helps in str(found.remedy), case
+        assert never not in str(found.remedy), case
+        assert found.path == FULL, case
+
+
+def test_a_closed_folder_above_a_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 7)
+    found = typed(OSError(errno.EACCES, "no", "/runs/step_1"), "write", FULL)
+    assert type(found) is StoragePermissionError
+    assert "no at the folder /runs/step_1 (EACCES)" in found.message
+    assert "let user 7" in str(found.remedy)
 
 
 def test_a_folder_that_cannot_be_opened_for_its_sync_is_named_and_not_the_file(

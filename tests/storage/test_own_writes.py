@@ -31,7 +31,7 @@ from tests.storage.fault_proxy import FaultProxy
 from tests.storage.tiny_s3 import TinyS3
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from reknit.storage.base import Storage
     from tests.storage.fault_proxy import Fault
@@ -74,12 +74,17 @@ def new_folder(store: str) -> str:
     return f"{url}{OPTIONS}"
 
 
-@pytest.fixture
-def storage(proxy: FaultProxy, store: str) -> Storage:
-    """Return a new folder, in a bucket whose endpoint has been tested."""
+def folder_with_a_file(proxy: FaultProxy, store: str) -> Storage:
+    """Return a new folder, in a bucket whose endpoint has been tested, before any fault."""
+    proxy.spoil(None)
     found = open_storage(new_folder(store))
     assert found.put("first", b"1", if_absent=True)
     return found
+
+
+@pytest.fixture
+def storage(proxy: FaultProxy, store: str) -> Storage:
+    return folder_with_a_file(proxy, store)
 
 
 def spoil_each(proxy: FaultProxy, fault: Fault, methods: tuple[str, ...] = ("PUT", "POST", "DELETE")) -> None:
@@ -184,31 +189,34 @@ MUTATING = (
 
 
 @pytest.mark.parametrize("fault", ["delayed", "reset before", "applied then reset", "doubled"])
-@pytest.mark.parametrize("operation", MUTATING)
 def test_an_operation_whose_every_request_meets_a_fault_is_done_once(
-    proxy: FaultProxy, storage: Storage, operation: Callable[[Storage], None], fault: Fault
+    proxy: FaultProxy, store: str, fault: Fault
 ) -> None:
-    spoil_each(proxy, fault)
-    operation(storage)
-    assert proxy.unspoilt < 1000 or (operation is copy and storage.url.startswith("az:"))
+    for operation in MUTATING:
+        storage = folder_with_a_file(proxy, store)
+        spoil_each(proxy, fault)
+        operation(storage)
+        assert proxy.unspoilt < 1000 or (operation is copy and store == "azure"), operation
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "reset before"])
-@pytest.mark.parametrize("if_absent", [True, False])
+@pytest.mark.parametrize("fault", ["503", "reset before"])
 def test_every_attempt_of_a_commit_without_an_answer_is_counted(
-    proxy: FaultProxy, storage: Storage, fault: Fault, if_absent: bool
+    proxy: FaultProxy, storage: Storage, fault: Fault
 ) -> None:
     """By the count, the caller rules out that the store carries one out later."""
-    storage.put("pending", b"", if_absent=True)
-    path, before = "x" if if_absent else "first", retries.get()
-    proxy.spoil_those(
-        lambda request: request.startswith("PUT") and f"/{path}" in unquote(request), fault, times=2
-    )
-    assert storage.commit(path, b"new", pending="pending", if_absent=if_absent)
-    assert retries.get() == before + 2
+
+    def writes_it(request: str) -> bool:
+        return request.startswith("PUT") and unquote(request).partition("?")[0].endswith(f"/{path}")
+
+    for path, if_absent in (("x", True), ("first", False)):
+        storage.put("pending", b"", if_absent=True)
+        before = retries.get()
+        proxy.spoil_those(writes_it, fault, times=2)
+        assert storage.commit(path, b"new", pending="pending", if_absent=if_absent)
+        assert retries.get() == before + 2
 
 
-@pytest.mark.parametrize("fault", ["500", "reset before", "applied then reset"])
+@pytest.mark.parametrize("fault", ["500", "applied then reset"])
 def test_every_attempt_of_a_deletion_without_an_answer_is_counted(
     proxy: FaultProxy, storage: Storage, fault: Fault
 ) -> None:
@@ -220,24 +228,26 @@ def test_every_attempt_of_a_deletion_without_an_answer_is_counted(
     assert listed(storage) == {}
 
 
-@pytest.mark.parametrize("fault", ["delayed", "reset before", "truncated", "doubled"])
 def test_a_folder_whose_every_request_meets_a_fault_is_listed_and_read(
-    proxy: FaultProxy, storage: Storage, fault: Fault
+    proxy: FaultProxy, storage: Storage
 ) -> None:
-    spoil_each(proxy, fault, ("GET", "HEAD"))
-    assert listed(storage) == {"first": 1}
-    assert storage.folders() == []
-    assert (storage.size("first"), storage.get("first", limit=1)) == (1, b"1")
-    assert proxy.unspoilt < 1000
+    faults: tuple[Fault, ...] = ("delayed", "reset before", "truncated", "doubled")
+    for fault in faults:
+        spoil_each(proxy, fault, ("GET", "HEAD"))
+        assert listed(storage) == {"first": 1}
+        assert storage.folders() == []
+        assert (storage.size("first"), storage.get("first", limit=1)) == (1, b"1")
+        assert proxy.unspoilt < 1000, fault
 
 
 @pytest.mark.parametrize("fault", ["409", "applied then 404"])
-@pytest.mark.parametrize("operation", [put_new, put_marker, write_small, commit, commit_over])
 def test_a_refusal_of_a_write_for_another_one_at_the_same_moment_is_not_believed(
-    proxy: FaultProxy, storage: Storage, operation: Callable[[Storage], None], fault: Fault
+    proxy: FaultProxy, store: str, fault: Fault
 ) -> None:
-    spoil_each(proxy, fault, ("PUT",))
-    operation(storage)
+    for operation in (put_new, put_marker, write_small, commit, commit_over):
+        storage = folder_with_a_file(proxy, store)
+        spoil_each(proxy, fault, ("PUT",))
+        operation(storage)
 
 
 def test_an_upload_that_the_store_no_longer_knows_at_its_end_is_recognised_by_its_object(

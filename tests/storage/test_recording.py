@@ -1,4 +1,4 @@
-"""A store whose operations are recorded behaves the same, and each operation has a complete record."""
+"""Each operation of a store that is recorded has a complete record."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, recorded
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from tests.storage.test_contract import LocalSuite
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from reknit.storage.base import Storage
 
 
 class Recorded:
@@ -37,11 +34,6 @@ class Recorded:
     def records(self) -> list[StorageRecord]:
         assert self._outlet.flush(60)
         return [record for record in self._records if isinstance(record, StorageRecord)]
-
-
-class TestRecordedLocal(LocalSuite):
-    def make(self, tmp_path: Path) -> Storage:
-        return recorded(LocalStorage(tmp_path, durability="process"), Recorded().recorder)
 
 
 def test_each_operation_is_told_with_bytes_and_outcome(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
@@ -43,20 +44,19 @@ def retrying(folder: Path, *faults: Fault, policy: RetryPolicy = QUICK, resumes:
 # Files of stores whose writers cannot go on
 
 
-@pytest.mark.parametrize("kind", ["away", "unheard"])
-@pytest.mark.parametrize("operation", ["write", "finish"])
-def test_a_small_file_is_written_anew_where_its_writer_cannot_go_on(
-    kind: FaultKind, operation: str, tmp_path: Path
-) -> None:
-    storage = retrying(tmp_path, Fault(kind, 1, operation))
+def test_a_small_file_is_written_anew_where_its_writer_cannot_go_on(tmp_path: Path) -> None:
     data = pattern(1000)
-    writer = storage.create("x", len(data))
-    writer.write(500, memoryview(data)[500:])
-    writer.write(0, memoryview(data)[:500])
-    writer.finish()
-    assert read(storage, "x", 0, len(data)) == data
-    assert storage.retries == {"finish": 1}
-    assert listed(LocalStorage(tmp_path)) == {"x": 1000}
+    kinds: tuple[FaultKind, ...] = ("away", "unheard")
+    for kind, operation in itertools.product(kinds, ("write", "finish")):
+        folder = tmp_path / f"{kind} {operation}"
+        storage = retrying(folder, Fault(kind, 1, operation))
+        writer = storage.create("x", len(data))
+        writer.write(500, memoryview(data)[500:])
+        writer.write(0, memoryview(data)[:500])
+        writer.finish()
+        assert read(storage, "x", 0, len(data)) == data
+        assert storage.retries == {"finish": 1}, folder.name
+        assert listed(LocalStorage(folder)) == {"x": 1000}
 
 
 def test_a_file_that_is_too_large_to_be_kept_is_left_to_its_store(tmp_path: Path) -> None:
@@ -70,16 +70,16 @@ def test_a_file_that_is_too_large_to_be_kept_is_left_to_its_store(tmp_path: Path
     assert listed(storage) == {}
 
 
-@pytest.mark.parametrize("resumes", [True, False])
-def test_a_create_whose_answer_was_lost_says_what_stands_in_the_way(resumes: bool, tmp_path: Path) -> None:
+def test_a_create_whose_answer_was_lost_says_what_stands_in_the_way(tmp_path: Path) -> None:
     """The name is taken in the folder from then on, and the writer that took it cannot be determined."""
-    storage = retrying(tmp_path, Fault("unheard", 1, "create"), resumes=resumes)
-    with pytest.raises(StorageError, match="may be from an attempt before, of which no answer came"):
-        storage.create("x", 3)
-    other = retrying(tmp_path, resumes=resumes)
-    with pytest.raises(StorageError) as caught:
-        other.create("x", 3)
-    assert "attempt" not in str(caught.value)
+    for name, resumes in (("x", True), ("y", False)):
+        storage = retrying(tmp_path, Fault("unheard", 1, "create"), resumes=resumes)
+        with pytest.raises(StorageError, match="may be from an attempt before, of which no answer came"):
+            storage.create(name, 3)
+        other = retrying(tmp_path, resumes=resumes)
+        with pytest.raises(StorageError) as caught:
+            other.create(name, 3)
+        assert "attempt" not in str(caught.value)
 
 
 class Dead(ProcessMemory):
@@ -171,35 +171,30 @@ def vault(url: str, durability: Durability) -> Storage:
     return ProcessMemory("vault")
 
 
-@pytest.mark.parametrize(
-    ("option", "rest", "deadline_s"),
-    [
+def test_the_url_says_how_long_a_store_is_asked_again() -> None:
+    register("patient-vault", vault)
+    for option, rest, deadline_s in (
         ("", "", 120.0),
         ("?retry_s=7.5", "", 7.5),
         ("?a=b&retry_s=7&c=d", "?a=b&c=d", 7.0),
         ("?a=b", "?a=b", 120.0),
         ("?retry_s=0", "", None),
         ("?retry_s=0&a", "?a", None),
-    ],
-)
-def test_the_url_says_how_long_a_store_is_asked_again(
-    option: str, rest: str, deadline_s: float | None
-) -> None:
-    register("patient-vault", vault)
-    storage = open_storage(f"patient-vault://x/y{option}")
-    assert OPENED[-1] == f"patient-vault://x/y{rest}"
-    assert isinstance(storage, RetryingStorage) == (deadline_s is not None)
-    if isinstance(storage, RetryingStorage):
-        assert storage.policy.deadline_s == deadline_s
-        assert isinstance(storage.inner, ProcessMemory)
+    ):
+        storage = open_storage(f"patient-vault://x/y{option}")
+        assert OPENED[-1] == f"patient-vault://x/y{rest}"
+        assert isinstance(storage, RetryingStorage) == (deadline_s is not None), option
+        if isinstance(storage, RetryingStorage):
+            assert storage.policy.deadline_s == deadline_s
+            assert isinstance(storage.inner, ProcessMemory)
     assert recipe("patient-vault://x") == ("patient-vault://x", True, f"{__name__}:vault")
 
 
-@pytest.mark.parametrize("option", ["retry_s=", "retry_s=soon", "retry_s=-1", "retry_s=inf", "retry_s=nan"])
-def test_a_time_that_is_none_is_refused(option: str) -> None:
+def test_a_time_that_is_none_is_refused() -> None:
     register("patient-vault", vault)
-    with pytest.raises(UsageError, match="retry_s is a number of seconds"):
-        open_storage(f"patient-vault://x?{option}")
+    for option in ("retry_s=", "retry_s=soon", "retry_s=-1", "retry_s=inf", "retry_s=nan"):
+        with pytest.raises(UsageError, match="retry_s is a number of seconds"):
+            open_storage(f"patient-vault://x?{option}")
 
 
 def test_what_is_on_this_host_or_registered_is_opened_as_it_is(tmp_path: Path) -> None:
@@ -209,6 +204,8 @@ def test_what_is_on_this_host_or_registered_is_opened_as_it_is(tmp_path: Path) -
 
 
 # A server that goes away and comes back
+
+AWAY_S = 1.5
 
 
 class Gate:
@@ -279,7 +276,7 @@ class Gate:
                 if data.startswith(b"PUT "):
                     self.puts += 1
                     if self.puts == self.shut_after:
-                        self.shut_for(3.0)
+                        self.shut_for(AWAY_S)
                         break
                 sink.sendall(data)
         cut(source)
@@ -302,7 +299,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @pytest.mark.parametrize("shut_after", [None, 4])
-def test_a_save_and_a_load_pass_through_a_server_that_is_away_for_three_seconds(
+def test_a_save_and_a_load_pass_through_a_server_that_is_away_for_a_while(
     shut_after: int | None, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client alone, which tries twice, would give up in a fraction of a second."""
@@ -314,14 +311,14 @@ def test_a_save_and_a_load_pass_through_a_server_that_is_away_for_three_seconds(
     gate.open()
     gate.shut_after = None if shut_after is None else gate.puts + shut_after
     if shut_after is None:
-        gate.shut_for(3.0)
+        gate.shut_for(AWAY_S)
     begin = time.monotonic()
     with caplog.at_level(logging.WARNING, "reknit"):
         reknit.save(f"{url}/run?retries=1", state)
-    assert time.monotonic() - begin >= 3
+    assert time.monotonic() - begin >= AWAY_S
     assert any("is tried again, for up to 120 s" in record.getMessage() for record in caplog.records)
     assert len(caplog.records) < 10
-    gate.shut_for(3.0)
+    gate.shut_for(AWAY_S)
     target: dict[str, Any] = {"model": {"w": np.zeros(200_000)}, "extra": {"n": 0}}
     reknit.load(f"{url}/run?retries=1", target)
     assert (target["model"]["w"] == state["model"]["w"]).all()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-import reknit
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
 from reknit.monitor.phase import monotonic
 from reknit.storage import registry
 from reknit.storage.base import HasMoved
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.registry import recorded
 from reknit.storage.wrappers.moved import MovedStorage
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -21,7 +21,8 @@ from reknit.testing.metered import MeteredStorage
 from reknit.testing.storage_suite import pattern, read, write
 from reknit.testing.throttled import Pace, ThrottledStorage
 from tests.storage.process_memory import ProcessMemory
-from tests.storage.test_contract import LocalSuite
+from tests.storage.test_contract import LocalSuite, OneRowOfAKind
+from tests.storage.test_recording import Recorded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,38 +32,13 @@ if TYPE_CHECKING:
 QUICK = RetryPolicy(deadline_s=20, first_s=0.001, longest_s=0.002)
 
 
-class WrappedSuite(LocalSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        raise NotImplementedError
-
+class TestAllWrappersAroundOneAnother(OneRowOfAKind, LocalSuite):
     def make(self, tmp_path: Path) -> Storage:
-        self.root = tmp_path / "root"
-        return self.wrap(LocalStorage(self.root, durability="process"))
-
-
-class TestRetrying(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return RetryingStorage(inner, QUICK)
-
-
-class TestRetryingWhatCannotGoOn(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return RetryingStorage(inner, QUICK, resumes=False)
-
-
-class TestThrottled(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return ThrottledStorage(inner, Pace(bytes_per_s=1e12))
-
-
-class TestMoved(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return MovedStorage(inner, registry.open_storage)
-
-
-class TestMetered(WrappedSuite):
-    def wrap(self, inner: Storage) -> Storage:
-        return MeteredStorage(inner)
+        storage: Storage = FaultyStorage(LocalStorage(tmp_path, durability="process").sub("steps/1"))
+        storage = RetryingStorage(storage, QUICK, resumes=False)
+        storage = ThrottledStorage(storage, Pace(bytes_per_s=1e12))
+        storage = RetryingStorage(MeteredStorage(storage), QUICK)
+        return recorded(MovedStorage(storage, registry.open_storage), Recorded().recorder)
 
 
 def work(storage: Storage) -> None:
@@ -158,27 +134,6 @@ def test_somebody_elses_file_is_not_taken_for_ones_own(tmp_path: Path) -> None:
 def test_impossible_policies_are_refused() -> None:
     with pytest.raises(UsageError, match="positive"):
         RetryPolicy(first_s=0)
-
-
-def test_a_save_and_a_load_outlast_a_store_that_comes_and_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stores: list[RetryingStorage] = []
-
-    def open_(url: str, durability: reknit.options.Durability) -> Storage:
-        plan = [Fault("away", n) for n in range(1, 400, 3)]
-        inner = LocalStorage(tmp_path, durability=durability)
-        stores.append(RetryingStorage(FaultyStorage(inner, plan=plan), QUICK))
-        return stores[-1]
-
-    monkeypatch.setitem(registry.factories, "away", open_)
-    state: dict[str, dict[str, Any]] = {"model": {"w": np.arange(1000.0)}, "extra": {"n": 3}}
-    reknit.save("away://x", state)
-    target: dict[str, dict[str, Any]] = {"model": {"w": np.zeros(1000)}, "extra": {"n": 0}}
-    reknit.load("away://x", target)
-    assert (target["model"]["w"] == state["model"]["w"]).all()
-    assert target["extra"] == {"n": 3}
-    assert all(store.retries for store in stores)
 
 
 def test_files_that_have_moved_are_read_past_the_store_and_recorded_as_it_is() -> None:

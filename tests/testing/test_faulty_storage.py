@@ -83,23 +83,23 @@ def test_without_a_plan_every_operation_is_counted_and_passed_on(inner: Storage)
     assert storage.reading == inner.reading
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [("error", StorageError), ("full", StorageFullError), ("timeout", DeadlineError)],
-)
-def test_an_error_comes_in_place_of_the_operation(
-    inner: Storage, kind: FaultKind, error: type[ReknitError]
-) -> None:
-    fault = Fault(kind, 2)
-    storage = FaultyStorage(inner, plan=[fault])
-    storage.put("a", b"1", if_absent=True)
-    with pytest.raises(error, match="injected") as caught:
-        storage.put("b", b"1", if_absent=True)
-    assert type(caught.value) is error
-    assert "put of b" in str(caught.value)
-    storage.put("c", b"1", if_absent=True)
-    assert listed(inner) == {"a": 1, "c": 1}
-    assert storage.fired == [fault]
+def test_an_error_comes_in_place_of_the_operation(inner: Storage) -> None:
+    errors: dict[FaultKind, type[ReknitError]] = {
+        "error": StorageError,
+        "full": StorageFullError,
+        "timeout": DeadlineError,
+    }
+    for kind, error in errors.items():
+        fault = Fault(kind, 2)
+        storage = FaultyStorage(inner.sub(kind), plan=[fault])
+        storage.put("a", b"1", if_absent=True)
+        with pytest.raises(error, match="injected") as caught:
+            storage.put("b", b"1", if_absent=True)
+        assert type(caught.value) is error
+        assert "put of b" in str(caught.value)
+        storage.put("c", b"1", if_absent=True)
+        assert listed(inner.sub(kind)) == {"a": 1, "c": 1}
+        assert storage.fired == [fault]
 
 
 def test_a_fault_may_wait_for_one_kind_of_operation(inner: Storage) -> None:
@@ -201,25 +201,25 @@ def test_operations_of_many_threads_are_each_counted_once(inner: Storage) -> Non
     assert storage.operations == [Operation("folders", "")] * 400
 
 
-@pytest.mark.parametrize("kind", [kind for kind in get_args(FaultKind) if kind not in ("stall", "kill")])
 @pytest.mark.parametrize("local", [True, False], ids=["local", "memory"])
 def test_a_save_that_fails_at_any_operation_leaves_all_or_nothing(
-    tmp_path: Path, inner: Storage, kind: FaultKind, local: bool
+    tmp_path: Path, inner: Storage, local: bool
 ) -> None:
-    outcomes = []
-    for k in range(1, 100):
-        store: Storage = LocalStorage(tmp_path / str(k)) if local else inner.sub(str(k))
-        faulty = FaultyStorage(store, plan=[Fault(kind, k)])
-        try:
-            save(faulty)
-        except ReknitError:
-            outcomes.append(check_atomic(store))
-        if not faulty.fired:
-            break
-    assert len(outcomes) == 9
-    assert len(faulty.operations) == 9
-    assert check_atomic(store)
-    assert outcomes == [False] * 8 + [kind in ("lost", "unheard")]
+    for kind in [each for each in get_args(FaultKind) if each not in ("stall", "kill")]:
+        outcomes = []
+        for k in range(1, 100):
+            place = f"{kind}{k}"
+            store: Storage = LocalStorage(tmp_path / place) if local else inner.sub(place)
+            faulty = FaultyStorage(store, plan=[Fault(kind, k)])
+            try:
+                save(faulty)
+            except ReknitError:
+                outcomes.append(check_atomic(store))
+            if not faulty.fired:
+                break
+        assert len(faulty.operations) == 9
+        assert check_atomic(store)
+        assert outcomes == [False] * 8 + [kind in ("lost", "unheard")], kind
 
 
 KILLED = """
