@@ -60,18 +60,12 @@ def test_links_are_found_with_their_lines_in_paragraphs_lists_and_tables() -> No
         Link(6, "four", "e.png"),
         Link(10, "", "g.md"),
     ]
-
-
-def test_what_a_code_block_shows_is_not_a_link() -> None:
-    assert links("```text\n[](a.md)\n```\n\n`[](b.md)`\n") == []
-
-
-def test_anchors_are_those_that_forges_make_of_headings() -> None:
-    page = "# `reknit ls`: A_b, c-d\n## Same\n## Same\n"
-    assert anchors(page) == {"reknit-ls-a_b-c-d", "same", "same-1"}
+    assert links("```text\n[](a.md)\n```\n\n`[](b.md)`\n") == [], "what a code block shows is no link"
 
 
 def test_a_link_to_a_lost_file_or_heading_is_found() -> None:
+    headings = "# `reknit ls`: A_b, c-d\n## Same\n## Same\n"
+    assert anchors(headings) == {"reknit-ls-a_b-c-d", "same", "same-1"}
     there = ["glossary.md", "glossary.md#glossary", "#glossary", "https://example.org/nowhere"]
     targets = [*there, "glossary.md#nowhere", "nowhere.md"]
     assert [target for target in targets if exists(target, "docs/glossary.md")] == there

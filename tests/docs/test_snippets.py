@@ -233,9 +233,6 @@ def test_blocks_are_found_with_their_lines_and_files() -> None:
         Block("python", "x = 1\n", 4),
         Block("python", "y = '''\n```\n'''\n", 10, "a.py"),
     ]
-
-
-def test_only_lines_with_a_dollar_are_commands() -> None:
     assert commands(Block("console", "$ reknit ls\nstep 1\n$ true\n", 1)) == ["reknit ls", "true"]
 
 
