@@ -287,6 +287,8 @@ def test_a_lenient_load_puts_up_with_a_whole_item_that_is_missing(path: Path) ->
     report = reknit.load(path, state, strict=False)
     assert set(report.missing) == {"ema/w", "lr"}
     assert (state["lr"], state["ema"]["w"].tolist(), state["extra"]["epoch"]) == (0.5, [1, 1], 3)
+    with pytest.raises(reknit.MismatchError, match=r"no tensor[\s\S]*w"):
+        reknit.load(path, {"model": {"v": np.ones(4)}}, strict=False)
 
 
 def test_strict_refuses_before_anything_changes_and_lists_every_problem(path: Path) -> None:
@@ -766,8 +768,7 @@ def test_a_process_may_save_over_what_another_one_saved_after_its_own_last_save(
     assert state == {"x": 3}
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_no_garbage_is_collected_while_a_call_lasts(tmp_path: Path, wait: bool) -> None:
+def test_no_garbage_is_collected_while_a_call_lasts(tmp_path: Path) -> None:
     """Thousands of tensors would cause many collections, each of which goes through all objects of a job."""
     state = {"model": {f"w{number}": np.full(4, number) for number in range(3000)}}
     collections: list[int] = []
@@ -778,18 +779,19 @@ def test_no_garbage_is_collected_while_a_call_lasts(tmp_path: Path, wait: bool) 
 
     gc.callbacks.append(note)
     try:
-        gc.collect()
-        collections.clear()
-        pending = reknit.save(tmp_path / "x", state, wait=wait)
-        during_save = len(collections)
-        pending.result()
-        gc.collect()
-        collections.clear()
-        reknit.load(tmp_path / "x", state)
-        # One collection, of the objects made meanwhile, is due as soon as the collector runs again.
-        assert during_save <= 1
-        assert len(collections) <= 1
-        assert reknit.close(60)
+        for wait in (True, False):
+            gc.collect()
+            collections.clear()
+            pending = reknit.save(tmp_path / f"{wait}", state, wait=wait)
+            during_save = len(collections)
+            pending.result()
+            gc.collect()
+            collections.clear()
+            reknit.load(tmp_path / f"{wait}", state)
+            # One collection, of the objects made meanwhile, is due as soon as the collector runs again.
+            assert during_save <= 1, wait
+            assert len(collections) <= 1, wait
+            assert reknit.close(60), wait
     finally:
         gc.callbacks.remove(note)
     assert gc.isenabled()
