@@ -52,7 +52,9 @@ def calls(path: Path, place: Any, options: Any = None) -> list[Callable[[], obje
 def test_a_place_that_is_none_says_what_to_give(path: Path, tmp_path: Path) -> None:
     wrong: list[Any] = [None, b"runs/one", 3, ""]
     for place in wrong:
-        for call in (*calls(path, place), functools.partial(reknit.latest, place)):
+        everywhere = calls(path, place)
+        everywhere.append(functools.partial(reknit.latest, place))
+        for call in everywhere:
             with pytest.raises(reknit.UsageError, match="a place to store is needed") as caught:
                 call()
             assert "give a path or a URL" in str(caught.value), place

@@ -99,28 +99,3 @@ def test_a_mistake_in_the_terminal_is_answered(tmp_path: Path) -> None:
         found, output = typed(command, tmp_path)
         assert [part for part in said if part not in output] == [], output
         assert found == code, output
-
-
-def test_a_mistake_in_a_call_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    w = np.ones(4)
-    state = {"model": {"w": w}}
-    reknit.save("ckpt", state)
-    for call, said in [
-        ("reknit.save('new', state, stage='lazy')", ("stage", "options=reknit.SaveOptions(stage='lazy')")),
-        ("reknit.sav('new', state)", ("'sav'", "did you mean 'save'?")),
-        ("reknit.save('new', state, options={'wait': False})", ("wait=False",)),
-        ("reknit.load('ckpt', {'model': {'v': w}}, strict=False)", ("no tensor", "w")),
-        (
-            "reknit.load('ckpt', {'model': {'module.w': w}})",
-            ("module.", "reknit.transforms.names("),
-        ),
-        (
-            "reknit.load('ckpt', state, options=reknit.LoadOptions(only=['modle/*']))",
-            ("modle/*", "did you mean 'model/*'?"),
-        ),
-    ]:
-        with pytest.raises((reknit.ReknitError, AttributeError)) as error:
-            eval(call, {"reknit": reknit, "w": w, "state": state})
-        assert [part for part in said if part not in str(error.value)] == [], call
-        assert not Path("new").exists()

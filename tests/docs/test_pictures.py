@@ -61,7 +61,7 @@ def test_texts_of_a_map_fit_into_their_boxes_and_boxes_into_the_picture() -> Non
         ), source
         picture = ElementTree.fromstring(source.with_suffix(".svg").read_text())
         shown = {str(each.text) for each in picture.iter(TEXT)}
-        texts = [each.text for each in (*found.boxes, *found.arrows)]
+        texts = [*(box.text for box in found.boxes), *(arrow.text for arrow in found.arrows)]
         assert {line.strip() for text in texts for line in text if line.strip()} == shown, source
 
 
