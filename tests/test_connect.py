@@ -271,9 +271,8 @@ def test_a_job_of_one_rank_needs_nobody(tmp_path: Path) -> None:
     group.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_wrong_calls_are_told_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"rank": 2}, "rank must be within 0 .. size - 1, not 2 of 2"),
         ({"rank": "0"}, "rank is a whole number, not '0'"),
         ({"size": 1.5}, "size is a whole number, not 1.5"),
@@ -286,16 +285,13 @@ def test_a_job_of_one_rank_needs_nobody(tmp_path: Path) -> None:
         ({"at": "tcp://node:29400"}, "need a token of 16 letters or more"),
         ({"at": "tcp://node:29400", "token": "short"}, "need a token of 16 letters or more"),
         ({"token": TOKEN}, "a token is for at='tcp://host:port' only"),
-    ],
-)
-def test_wrong_calls_are_told_what_is_wrong(
-    change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("REKNIT_TOKEN", raising=False)
-    arguments: dict[str, Any] = {"rank": 0, "size": 2, "at": tmp_path / "meet"} | change
-    with pytest.raises(UsageError) as caught:
-        reknit.connect(arguments.pop("rank"), arguments.pop("size"), **arguments)
-    assert message in caught.value.message
+    ]
+    for change, message in cases:
+        monkeypatch.delenv("REKNIT_TOKEN", raising=False)
+        arguments: dict[str, Any] = {"rank": 0, "size": 2, "at": tmp_path / "meet"} | change
+        with pytest.raises(UsageError) as caught:
+            reknit.connect(arguments.pop("rank"), arguments.pop("size"), **arguments)
+        assert message in caught.value.message
 
 
 def test_without_jax_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,9 +316,8 @@ def test_a_folder_that_cannot_be_made_is_a_comm_error(tmp_path: Path) -> None:
         reknit.connect(0, 2, at=tmp_path / "file" / "meet")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_options_are_told_what_is_wrong() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"generation": -1}, "generation is a whole number"),
         ({"generation": True}, "generation is a whole number"),
         ({"generation": 1 << 63}, "generation is a whole number"),
@@ -330,8 +325,7 @@ def test_a_folder_that_cannot_be_made_is_a_comm_error(tmp_path: Path) -> None:
         ({"interface": ""}, "interface is a text"),
         ({"bind": 7}, "bind is a text"),
         ({"connect_timeout_s": 0}, "connect_timeout_s must be positive"),
-    ],
-)
-def test_wrong_options_are_told_what_is_wrong(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        reknit.CommOptions(**options)
+    ]
+    for options, message in cases:
+        with pytest.raises(UsageError, match=message):
+            reknit.CommOptions(**options)

@@ -37,9 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
+def test_a_habit_from_torch_is_answered_and_nothing_is_written(folder: Path) -> None:
+    cases: list[tuple[Callable[[], Any], list[str]]] = [
         (lambda: save(STATE, "new"), [SWAPPED, "path='new'"]),
         (lambda: save(STATE, "new", wait=False).result(), [SWAPPED]),
         (lambda: save(MODEL.state_dict(), "new.pt"), [SWAPPED, "path='new.pt'"]),
@@ -61,22 +60,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (lambda: load("ckpt", MODEL.state_dict()), ["no item 'weight', 'bias'", "{'model': ...}"]),
         (lambda: save("old.pt", STATE), ["a checkpoint is a folder", "choose another path"]),
         (lambda: save("old.pt/step_1", STATE), ["a checkpoint is a folder", "choose another path"]),
-    ],
-)
-def test_a_habit_from_torch_is_answered_and_nothing_is_written(
-    call: Callable[[], Any], said: list[str], folder: Path
-) -> None:
-    with pytest.raises(reknit.ReknitError) as error:
-        call()
-    assert [part for part in said if part not in str(error.value)] == [], str(error.value)
-    assert sorted(path.name for path in folder.iterdir()) == ["ckpt", "old.pt", "old.safetensors"]
+    ]
+    for call, said in cases:
+        with pytest.raises(reknit.ReknitError) as error:
+            call()
+        assert [part for part in said if part not in str(error.value)] == [], str(error.value)
+        assert sorted(path.name for path in folder.iterdir()) == ["ckpt", "old.pt", "old.safetensors"], said
 
 
-@pytest.mark.parametrize("file", ["old.pt", "old.safetensors"])
-def test_a_file_of_another_program_is_loaded_where_it_is(file: str) -> None:
-    model = torch.nn.Linear(MODEL.in_features, MODEL.out_features)
-    load(file, {"model": model})
-    assert torch.equal(model.weight, MODEL.weight)
+def test_a_file_of_another_program_is_loaded_where_it_is() -> None:
+    for file in ("old.pt", "old.safetensors"):
+        model = torch.nn.Linear(MODEL.in_features, MODEL.out_features)
+        load(file, {"model": model})
+        assert torch.equal(model.weight, MODEL.weight), file
 
 
 def test_an_open_file_is_answered_without_its_bytes(folder: Path) -> None:
@@ -99,17 +95,14 @@ def test_a_state_dict_is_a_state_whose_items_are_its_tensors(caplog: pytest.LogC
     assert all(torch.equal(into[name], saved[name]) for name in saved)
 
 
-@pytest.mark.parametrize(
-    "state", [{"w": torch.zeros(2)}, {"model": MODEL, "a.b": 1}, {"a": {"b.c": torch.zeros(2)}}]
-)
-def test_states_with_few_items_are_saved_without_a_word(
-    state: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    reknit.save("few", state)
-    assert "items of their own" not in caplog.text
+def test_states_with_few_items_are_saved_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    for state in ({"w": torch.zeros(2)}, {"model": MODEL, "a.b": 1}, {"a": {"b.c": torch.zeros(2)}}):
+        reknit.save("few", state, overwrite=True)
+        assert "items of their own" not in caplog.text, state
 
 
-@pytest.mark.parametrize("state", ["run", MODEL, [MODEL]])
-def test_a_run_refuses_what_is_no_state_before_it_says_that_it_begins(state: Any) -> None:
-    with reknit.Checkpointer("run") as run, pytest.raises(reknit.UsageError, match="state is a mapping"):
-        run.resume(state)
+def test_a_run_refuses_what_is_no_state_before_it_says_that_it_begins() -> None:
+    wrong: list[Any] = ["run", MODEL, [MODEL]]
+    for state in wrong:
+        with reknit.Checkpointer("run") as run, pytest.raises(reknit.UsageError, match="state is a mapping"):
+            run.resume(state)

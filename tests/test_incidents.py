@@ -52,18 +52,20 @@ def test_an_optimizer_that_was_not_saved_or_is_not_loaded_is_told(tmp_path: Path
     assert reknit.load(tmp_path / "both", {"model": model}).left == ("optimizer",)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_save_before_the_first_step_takes_no_step(wait: bool, tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
-    model(torch.ones(1, 3)).sum().backward()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
-    copies = [gradient.clone() for gradient in gradients]
-    reknit.save(tmp_path / "x", {"model": model, "optimizer": optimizer}, wait=wait).result(LIMIT_S)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(map(torch.equal, gradients, copies))
-    assert not optimizer.state
+def test_a_save_before_the_first_step_takes_no_step(tmp_path: Path) -> None:
+    for wait in (True, False):
+        folder = tmp_path / f"{wait}"
+        folder.mkdir()
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+        model(torch.ones(1, 3)).sum().backward()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
+        copies = [gradient.clone() for gradient in gradients]
+        reknit.save(folder / "x", {"model": model, "optimizer": optimizer}, wait=wait).result(LIMIT_S)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), wait
+        assert all(map(torch.equal, gradients, copies)), wait
+        assert not optimizer.state, wait
 
 
 def test_tensors_on_the_host_may_change_once_a_background_save_returns(tmp_path: Path) -> None:
@@ -92,16 +94,18 @@ def test_names_with_dots_and_slashes_do_not_collide_with_nested_ones(tmp_path: P
     assert [tensor.tolist() for tensor in flat] == [[float(n)] * 2 for n in range(6)]
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_no_plan_outlives_the_dtypes_and_shapes_that_it_was_made_for(wait: bool, tmp_path: Path) -> None:
-    for number, (shape, dtype) in enumerate(
-        [((4, 6), torch.float32), ((4, 6), torch.float64), ((4, 6), torch.int32), ((6, 4), torch.int32)]
-    ):
-        saved = torch.arange(24).reshape(shape).to(dtype)
-        reknit.save(tmp_path / f"{number}", {"w": saved}, wait=wait).result(LIMIT_S)
-        target = torch.zeros(shape, dtype=dtype)
-        reknit.load(tmp_path / f"{number}", {"w": target})
-        assert torch.equal(target, saved)
+def test_no_plan_outlives_the_dtypes_and_shapes_that_it_was_made_for(tmp_path: Path) -> None:
+    for wait in (True, False):
+        folder = tmp_path / f"{wait}"
+        folder.mkdir()
+        for number, (shape, dtype) in enumerate(
+            [((4, 6), torch.float32), ((4, 6), torch.float64), ((4, 6), torch.int32), ((6, 4), torch.int32)]
+        ):
+            saved = torch.arange(24).reshape(shape).to(dtype)
+            reknit.save(folder / f"{number}", {"w": saved}, wait=wait).result(LIMIT_S)
+            target = torch.zeros(shape, dtype=dtype)
+            reknit.load(folder / f"{number}", {"w": target})
+            assert torch.equal(target, saved), wait
 
 
 def test_many_tensors_in_shared_memory_need_few_descriptors(tmp_path: Path) -> None:

@@ -22,16 +22,14 @@ def simulated(costs: RunCosts, interval_s: float, *, failures: int = 200_000) ->
     return float(committed.sum() * interval_s / (until.sum() + failures * costs.restart_s))
 
 
-@pytest.mark.parametrize(
-    ("costs", "interval_s"),
-    [
+def test_the_formula_is_what_random_failures_cost() -> None:
+    cases: list[tuple[RunCosts, float]] = [
         (RunCosts(stall_s=0.3, write_s=30, restart_s=300, mttf_s=11_000), 60.0),
         (RunCosts(stall_s=30, write_s=200, restart_s=600, mttf_s=11_000), 1800.0),
         (RunCosts(stall_s=60, write_s=60, restart_s=60, mttf_s=1_000), 900.0),  # most failures cost a lot
-    ],
-)
-def test_the_formula_is_what_random_failures_cost(costs: RunCosts, interval_s: float) -> None:
-    assert costs.ettr(interval_s) == pytest.approx(simulated(costs, interval_s), rel=0.01)
+    ]
+    for costs, interval_s in cases:
+        assert costs.ettr(interval_s) == pytest.approx(simulated(costs, interval_s), rel=0.01)
 
 
 @given(_SECONDS, _SECONDS, st.floats(60, 1e7))

@@ -42,27 +42,27 @@ def launched(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.setenv(name, variables[name])
 
 
-@pytest.mark.parametrize("call", CALLS)
 def test_a_process_that_is_not_connected_to_the_others_makes_no_call_alone(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reknit.save(tmp_path / "there", state())
     launched(monkeypatch, WORLD_SIZE="2", RANK="1")
-    with pytest.raises(UsageError) as error:
-        CALLS[call](tmp_path, state())
-    assert error.value.message == (
-        "torchrun or a launcher like it started 2 processes (WORLD_SIZE=2), but this one is not connected "
-        "to the others: each would act alone, on the same path"
-    )
-    assert f"call {INIT}" in str(error.value).replace(f" or {JAX_INIT}", "")
-    assert "pass group=reknit.alone()" in str(error.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    CALLS[call](tmp_path, state(), group=reknit.alone())
+    for name, call in CALLS.items():
+        folder = tmp_path / name
+        reknit.save(folder / "there", state(), group=reknit.alone())
+        with pytest.raises(UsageError) as error:
+            call(folder, state())
+        assert error.value.message == (
+            "torchrun or a launcher like it started 2 processes (WORLD_SIZE=2), but this one is not "
+            "connected to the others: each would act alone, on the same path"
+        )
+        assert f"call {INIT}" in str(error.value).replace(f" or {JAX_INIT}", ""), name
+        assert "pass group=reknit.alone()" in str(error.value), name
+        assert [path.name for path in folder.iterdir()] == ["there"], name
+        call(folder, state(), group=reknit.alone())
 
 
-@pytest.mark.parametrize(
-    ("variables", "started"),
-    [
+def test_every_launcher_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, str], str]] = [
         ({"JAX_NUM_PROCESSES": "4"}, "a launcher of JAX started 4 processes (JAX_NUM_PROCESSES=4)"),
         ({"OMPI_COMM_WORLD_SIZE": "8"}, "Open MPI started 8 processes (OMPI_COMM_WORLD_SIZE=8)"),
         ({"MV2_COMM_WORLD_SIZE": "8"}, "MVAPICH started 8"),
@@ -71,21 +71,18 @@ def test_a_process_that_is_not_connected_to_the_others_makes_no_call_alone(
         ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "bash"}, "Slurm started 16"),
         ({"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "4"}, "Slurm started 4"),
         ({"SLURM_NTASKS": "16", "WORLD_SIZE": "128"}, "torchrun or a launcher like it started 128"),
-    ],
-)
-def test_every_launcher_is_named(
-    variables: dict[str, str], started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched(monkeypatch, **variables)
-    with pytest.raises(UsageError) as error:
-        reknit.save(tmp_path / "a", state())
-    assert error.value.message.startswith(started)
-    assert list(tmp_path.iterdir()) == []
+    ]
+    for variables, started in cases:
+        with monkeypatch.context() as patch:
+            launched(patch, **variables)
+            with pytest.raises(UsageError) as error:
+                reknit.save(tmp_path / "a", state())
+        assert error.value.message.startswith(started)
+        assert list(tmp_path.iterdir()) == [], started
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
+def test_a_process_that_was_started_alone_acts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[dict[str, str]] = [
         {},
         {"WORLD_SIZE": "1"},
         {"WORLD_SIZE": "0"},
@@ -95,42 +92,34 @@ def test_every_launcher_is_named(
         {"SLURM_NTASKS": "16", "SLURM_JOB_NAME": "interactive"},  # a shell of salloc
         {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
         {"SLURM_NTASKS": "16", "SLURM_PROCID": "3", "WORLD_SIZE": "1"},  # torchrun in each task
-    ],
-)
-def test_a_process_that_was_started_alone_acts_alone(
-    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched(monkeypatch, **variables)
-    reknit.save(tmp_path / "a", state())
-    assert reknit.load(tmp_path / "a", state()).step is None
+    ]
+    for variables in cases:
+        with monkeypatch.context() as patch:
+            launched(patch, **variables)
+            reknit.save(tmp_path / "a", state(), overwrite=True)
+            assert reknit.load(tmp_path / "a", state()).step is None, variables
 
 
-@pytest.mark.parametrize(
-    ("modules", "variables", "calls"),
-    [
+def test_the_call_that_is_missing_is_that_of_the_framework_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[tuple[str, ...], dict[str, str], str]] = [
         (("torch",), {"WORLD_SIZE": "2"}, f"call {INIT} before"),
         ((), {"WORLD_SIZE": "2"}, f"call {INIT} before"),
         (("jax",), {"SLURM_NTASKS": "2"}, f"call {JAX_INIT} before"),
         (("torch", "jax"), {"SLURM_NTASKS": "2"}, f"call {INIT} or {JAX_INIT} before"),
         (("torch",), {"JAX_NUM_PROCESSES": "2"}, f"call {JAX_INIT} before"),
-    ],
-)
-def test_the_call_that_is_missing_is_that_of_the_framework_in_use(
-    modules: tuple[str, ...],
-    variables: dict[str, str],
-    calls: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    launched(monkeypatch, **variables)
+    ]
     monkeypatch.setattr(ranks, "jax_job", SimpleNamespace(current_job=lambda: None))
     monkeypatch.setattr(ranks, "current_job", lambda: None)
-    for name in ("torch", "jax"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in modules:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    with pytest.raises(UsageError) as error:
-        ranks.acting(None, reknit.CommOptions())
-    assert calls in str(error.value)
+    for modules, variables, calls in cases:
+        with monkeypatch.context() as patch:
+            launched(patch, **variables)
+            for name in ("torch", "jax"):
+                patch.delitem(sys.modules, name, raising=False)
+            for name in modules:
+                patch.setitem(sys.modules, name, ModuleType(name))
+            with pytest.raises(UsageError) as error:
+                ranks.acting(None, reknit.CommOptions())
+        assert calls in str(error.value)
 
 
 def test_a_process_group_decides_whatever_the_launcher_says(

@@ -35,20 +35,18 @@ if TYPE_CHECKING:
     from reknit.comm.group import Group
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_options_that_make_no_sense_are_refused_at_once() -> None:
+    cases: list[dict[str, Any]] = [
         {"only": "model/*"},
         {"only": (1,)},
         {"only": ("",)},
         {"allow_shape_mismatch": "model/*"},
         {"allow_shape_mismatch": None},
         {"verify": "all"},
-    ],
-)
-def test_options_that_make_no_sense_are_refused_at_once(wrong: dict[str, Any]) -> None:
-    with pytest.raises(reknit.UsageError, match=next(iter(wrong))):
-        reknit.LoadOptions(**wrong)
+    ]
+    for wrong in cases:
+        with pytest.raises(reknit.UsageError, match=next(iter(wrong))):
+            reknit.LoadOptions(**wrong)
 
 
 # Only some names.
@@ -180,80 +178,83 @@ def test_states_of_an_optimizer_can_be_left_as_they_are_one_by_one(tmp_path: Pat
 # Another shape.
 
 
-@pytest.mark.parametrize("sizes", [(6, 9), (9, 6)])
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_vocabulary_of_another_size_takes_what_both_have(
-    tmp_path: Path, sizes: tuple[int, int], fresh: bool
-) -> None:
-    saved, here = sizes
-    common = min(sizes)
-    torch.manual_seed(0)
-    model, optimizer = trained(saved)
-    reknit.save(tmp_path / "x", {"model": model, "optimizer": optimizer})
-    target, other = trained(here, steps=0 if fresh else 1)
-    weight: Any = target["embed"].weight  # type: ignore[index]
-    kept = weight[common:].detach().clone()
-    before = torch.zeros(here, 4) if fresh else other.state[weight]["exp_avg"].clone()
-    with pytest.raises(reknit.MismatchError, match="its parameter has the shape"):
-        reknit.load(tmp_path / "x", {"model": target, "optimizer": other})
-    report = reknit.load(
-        tmp_path / "x",
-        {"model": target, "optimizer": other},
-        options=reknit.LoadOptions(allow_shape_mismatch=("model/embed.*",)),
-    )
-    source: Any = model["embed"].weight  # type: ignore[index]
-    assert torch.equal(weight[:common], source[:common])
-    assert torch.equal(weight[common:], kept)
-    assert other.state[weight]["exp_avg"].shape == (here, 4)
-    assert torch.equal(other.state[weight]["exp_avg"][:common], optimizer.state[source]["exp_avg"][:common])
-    assert torch.equal(other.state[weight]["exp_avg"][common:], before[common:])
-    assert other.state[weight]["step"] == 1
-    names = {
-        "model/embed.weight",
-        "optimizer/state/embed.weight/exp_avg",
-        "optimizer/state/embed.weight/exp_avg_sq",
-    }
-    assert set(report.mismatched) == names
-    assert report.mismatched["model/embed.weight"] == (
-        f"saved shape [{saved}, 4], wanted [{here}, 4]: took [0:{common},0:4]"
-    )
-    assert not names & {*report.restored, *report.resharded, *report.unexpected, *report.missing}
-    assert "optimizer/state/embed.weight/step" in report.restored
-    other.step()
+def test_a_vocabulary_of_another_size_takes_what_both_have(tmp_path: Path) -> None:
+    for fresh in (True, False):
+        for saved, here in ((6, 9), (9, 6)):
+            folder = tmp_path / f"{saved} {fresh}"
+            common = min(saved, here)
+            torch.manual_seed(0)
+            model, optimizer = trained(saved)
+            reknit.save(folder / "x", {"model": model, "optimizer": optimizer})
+            target, other = trained(here, steps=0 if fresh else 1)
+            weight: Any = target["embed"].weight  # type: ignore[index]
+            kept = weight[common:].detach().clone()
+            before = torch.zeros(here, 4) if fresh else other.state[weight]["exp_avg"].clone()
+            with pytest.raises(reknit.MismatchError, match="its parameter has the shape"):
+                reknit.load(folder / "x", {"model": target, "optimizer": other})
+            report = reknit.load(
+                folder / "x",
+                {"model": target, "optimizer": other},
+                options=reknit.LoadOptions(allow_shape_mismatch=("model/embed.*",)),
+            )
+            source: Any = model["embed"].weight  # type: ignore[index]
+            assert torch.equal(weight[:common], source[:common]), fresh
+            assert torch.equal(weight[common:], kept), fresh
+            assert other.state[weight]["exp_avg"].shape == (here, 4), fresh
+            assert torch.equal(
+                other.state[weight]["exp_avg"][:common], optimizer.state[source]["exp_avg"][:common]
+            ), fresh
+            assert torch.equal(other.state[weight]["exp_avg"][common:], before[common:]), fresh
+            assert other.state[weight]["step"] == 1, fresh
+            names = {
+                "model/embed.weight",
+                "optimizer/state/embed.weight/exp_avg",
+                "optimizer/state/embed.weight/exp_avg_sq",
+            }
+            assert set(report.mismatched) == names, fresh
+            assert report.mismatched["model/embed.weight"] == (
+                f"saved shape [{saved}, 4], wanted [{here}, 4]: took [0:{common},0:4]"
+            ), fresh
+            assert not names & {*report.restored, *report.resharded, *report.unexpected, *report.missing}, (
+                fresh
+            )
+            assert "optimizer/state/embed.weight/step" in report.restored, fresh
+            other.step()
 
 
-@pytest.mark.parametrize("tied_when_saved", [True, False])
-@pytest.mark.parametrize("parallel", [True, False])
-def test_any_name_of_a_tied_parameter_lets_its_states_differ_too(
-    tmp_path: Path, tied_when_saved: bool, parallel: bool
-) -> None:
-    def tied(num_words: int) -> Any:
-        model = nn.ModuleDict({"embed": nn.Embedding(num_words, 4)})
-        model["head"] = nn.Linear(4, num_words, bias=False)
-        model["head"].weight = model["embed"].weight
-        return model
+def test_any_name_of_a_tied_parameter_lets_its_states_differ_too(tmp_path: Path) -> None:
+    for parallel in (True, False):
+        for tied_when_saved in (True, False):
+            folder = tmp_path / f"{tied_when_saved} {parallel}"
+            folder.mkdir()
 
-    model = tied(6)
-    weight = model["embed"].weight
-    optimizer = torch.optim.AdamW([("embed.weight", weight)])
-    model["head"](model["embed"](torch.arange(6))).sum().backward()
-    optimizer.step()
-    saved = model if tied_when_saved else {"head.weight": weight.detach()}
-    reknit.save(tmp_path / "x", {"model": saved, "optimizer": optimizer})
-    target = tied(9)
-    here = target["embed"].weight
-    other = torch.optim.AdamW(target.parameters())
-    state = {"model": nn.DataParallel(target).cpu() if parallel else target, "optimizer": other}
-    with pytest.raises(reknit.MismatchError, match="its parameter has the shape"):
-        reknit.load(tmp_path / "x", state)
-    options = reknit.LoadOptions(allow_shape_mismatch=("model/head.weight",))
-    reknit.load(tmp_path / "x", state, options=options)
-    ours, theirs = other.state[here], optimizer.state[weight]
-    assert torch.equal(here[:6], weight)
-    assert torch.equal(ours["exp_avg"][:6], theirs["exp_avg"])
-    assert ours["exp_avg"].shape == (9, 4)
-    assert not ours["exp_avg"][6:].any()
-    assert ours["step"] == theirs["step"]
+            def tied(num_words: int) -> Any:
+                model = nn.ModuleDict({"embed": nn.Embedding(num_words, 4)})
+                model["head"] = nn.Linear(4, num_words, bias=False)
+                model["head"].weight = model["embed"].weight
+                return model
+
+            model = tied(6)
+            weight = model["embed"].weight
+            optimizer = torch.optim.AdamW([("embed.weight", weight)])
+            model["head"](model["embed"](torch.arange(6))).sum().backward()
+            optimizer.step()
+            saved = model if tied_when_saved else {"head.weight": weight.detach()}
+            reknit.save(folder / "x", {"model": saved, "optimizer": optimizer})
+            target = tied(9)
+            here = target["embed"].weight
+            other = torch.optim.AdamW(target.parameters())
+            state = {"model": nn.DataParallel(target).cpu() if parallel else target, "optimizer": other}
+            with pytest.raises(reknit.MismatchError, match="its parameter has the shape"):
+                reknit.load(folder / "x", state)
+            options = reknit.LoadOptions(allow_shape_mismatch=("model/head.weight",))
+            reknit.load(folder / "x", state, options=options)
+            ours, theirs = other.state[here], optimizer.state[weight]
+            assert torch.equal(here[:6], weight), parallel
+            assert torch.equal(ours["exp_avg"][:6], theirs["exp_avg"]), parallel
+            assert ours["exp_avg"].shape == (9, 4), parallel
+            assert not ours["exp_avg"][6:].any(), parallel
+            assert ours["step"] == theirs["step"], parallel
 
 
 def test_states_shorter_than_their_parameter_follow_its_shape(tmp_path: Path) -> None:
@@ -437,18 +438,21 @@ def test_what_is_too_large_becomes_infinite_or_the_largest_number(tmp_path: Path
         assert target["w"].astype(np.float64).tolist() == [largest, -largest]
 
 
-@pytest.mark.parametrize(
-    ("saved", "wanted"),
-    [("float32", "int64"), ("int64", "int32"), ("complex64", "float32"), ("int8", "bool")],
-)
-def test_a_conversion_that_would_lose_more_than_rounding_is_refused(
-    tmp_path: Path, saved: str, wanted: str
-) -> None:
-    reknit.save(tmp_path / "x", {"w": np.ones(3, saved)})
-    for target in (np.zeros(3, wanted), torch.zeros(3, dtype=getattr(torch, wanted))):
-        with pytest.raises(reknit.MismatchError, match="would lose more than rounding"):
-            reknit.load(tmp_path / "x", {"w": target}, options=reknit.LoadOptions(cast=True))
-        assert not target.any()
+def test_a_conversion_that_would_lose_more_than_rounding_is_refused(tmp_path: Path) -> None:
+    cases: list[tuple[str, str]] = [
+        ("float32", "int64"),
+        ("int64", "int32"),
+        ("complex64", "float32"),
+        ("int8", "bool"),
+    ]
+    for saved, wanted in cases:
+        folder = tmp_path / saved
+        folder.mkdir()
+        reknit.save(folder / "x", {"w": np.ones(3, saved)})
+        for target in (np.zeros(3, wanted), torch.zeros(3, dtype=getattr(torch, wanted))):
+            with pytest.raises(reknit.MismatchError, match="would lose more than rounding"):
+                reknit.load(folder / "x", {"w": target}, options=reknit.LoadOptions(cast=True))
+            assert not target.any(), saved
 
 
 # An error names everything that does not fit, before anything changes.

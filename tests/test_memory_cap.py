@@ -77,26 +77,6 @@ def test_the_model_alone_takes_its_own_memory_and_what_may_be_in_flight(tmp_path
 
 VALUES_MIB, OF_RANK_MIB = 128, 80
 
-DECODING = """
-import sys
-import reknit
-from tests.test_memory_cap import large_value
-
-def kib(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field))
-
-state = {"values": {"deep": {"x": large_value(sys.argv[2], 0)}}}
-reknit.load(sys.argv[1] + "/small", state)
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak begins anew
-before = kib("VmRSS")
-reknit.load(sys.argv[1] + "/large", state)
-print((kib("VmHWM") - before) // 1024)
-value = state["values"]["deep"]["x"]
-assert repr(value)[:9] == "<PerRank " or len(value) == len(large_value(sys.argv[2], int(sys.argv[3]) << 20))
-"""
-
 
 def large_value(kind: str, nbytes: int) -> object:
     """Return a value of a kind whose file has so many bytes."""
@@ -111,13 +91,25 @@ def large_value(kind: str, nbytes: int) -> object:
     return makers[kind](nbytes)
 
 
+def load_large_value(folder: str, kind: str) -> int:
+    """Load a large value, and return the MiB that this takes at most."""
+    state = {"values": {"deep": {"x": large_value(kind, 0)}}}
+    reknit.load(f"{folder}/small", state)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory_kib("VmRSS")
+    reknit.load(f"{folder}/large", state)
+    after = memory_kib("VmHWM")
+    value: Any = state["values"]["deep"]["x"]
+    assert isinstance(value, reknit.PerRank) or len(value) == len(large_value(kind, VALUES_MIB << 20))  # type: ignore[arg-type]
+    return (after - before) // 1024
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc for sizes of memory")
 @pytest.mark.parametrize("kind", ["bytes", "bytearray", "text", "list", "texts", "of the rank"])
 def test_large_values_take_the_size_of_their_file_and_little_more(kind: str, tmp_path: Path) -> None:
     for name, nbytes in (("small", 1 << 16), ("large", VALUES_MIB << 20)):
         reknit.save(tmp_path / name, {"values": {"deep": {"x": large_value(kind, nbytes)}}})
-    command = [sys.executable, "-c", DECODING, str(tmp_path), kind, str(VALUES_MIB)]
-    extra_mib = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    (extra_mib,) = run(1, load_large_value, str(tmp_path), kind, joined=False)
     assert extra_mib <= VALUES_MIB + 64
 
 

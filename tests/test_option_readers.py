@@ -157,18 +157,18 @@ def nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ProcessMemory.clear("options")
 
 
-@pytest.mark.parametrize("kind", VALUES)
-def test_there_is_a_value_for_each_option_other_than_the_usual(kind: type[Any]) -> None:
-    assert scopes_of(kind).keys() == VALUES[kind].keys()
-    usual = [name for name, value in VALUES[kind].items() if value == getattr(kind(), name)]
-    assert usual == (["interface", "tls"] if kind is CommOptions else [])
+def test_there_is_a_value_for_each_option_other_than_the_usual() -> None:
+    for kind in VALUES:
+        assert scopes_of(kind).keys() == VALUES[kind].keys()
+        usual = [name for name, value in VALUES[kind].items() if value == getattr(kind(), name)]
+        assert usual == (["interface", "tls"] if kind is CommOptions else [])
 
 
-@pytest.mark.parametrize("kind", VALUES)
-def test_each_option_is_read_somewhere_and_those_of_agents_in_the_background(kind: type[Any]) -> None:
-    for name, scopes in scopes_of(kind).items():
-        assert scopes & CALLS.keys(), name
-        assert kind is CommOptions or "background" in scopes or not scopes & {"agent", "start"}, name
+def test_each_option_is_read_somewhere_and_those_of_agents_in_the_background() -> None:
+    for kind in VALUES:
+        for name, scopes in scopes_of(kind).items():
+            assert scopes & CALLS.keys(), name
+            assert kind is CommOptions or "background" in scopes or not scopes & {"agent", "start"}, name
 
 
 REFUSING: dict[Scope, tuple[type[Any], Callable[..., object]]] = {
@@ -179,17 +179,16 @@ REFUSING: dict[Scope, tuple[type[Any], Callable[..., object]]] = {
 }
 
 
-@pytest.mark.parametrize("scope", REFUSING)
-def test_a_call_refuses_each_option_that_it_does_not_read_and_names_the_calls_that_do(scope: Scope) -> None:
-    kind, call = REFUSING[scope]
+def test_a_call_refuses_each_option_that_it_does_not_read_and_names_the_calls_that_do() -> None:
     reknit.save("optional://a", {"model": {"old": 1}})
-    for name in sorted(VALUES[kind].keys() - names_in(kind, scope) - {"gap_nbytes"}):
-        its_calls = [text for each, text in CALLS.items() if each in scopes_of(kind)[name]]
-        with pytest.raises(reknit.UsageError, match=f"{name}=.* means nothing to {CALLS[scope]}") as caught:
-            call(options=kind(**{name: VALUES[kind][name]}))
-        assert (
-            caught.value.remedy == f"leave {name} out of these options: it is for {' and '.join(its_calls)}"
-        )
+    for scope, (kind, call) in REFUSING.items():
+        for name in sorted(VALUES[kind].keys() - names_in(kind, scope) - {"gap_nbytes"}):
+            its_calls = [text for each, text in CALLS.items() if each in scopes_of(kind)[name]]
+            said = f"{name}=.* means nothing to {CALLS[scope]}"
+            with pytest.raises(reknit.UsageError, match=said) as caught:
+                call(options=kind(**{name: VALUES[kind][name]}))
+            remedy = f"leave {name} out of these options: it is for {' and '.join(its_calls)}"
+            assert caught.value.remedy == remedy
     with pytest.raises(reknit.CheckpointNotFoundError):
         reknit.open("optional://b")
 

@@ -74,19 +74,17 @@ def test_a_phase_of_another_thread_is_not_inside(tmp_path: Path) -> None:
     assert [record["phase"] for record in reported(events)] == ["here"]
 
 
-@pytest.mark.parametrize("raised", [KeyError, MemoryError, KeyboardInterrupt, reknit.UsageError])
-def test_an_exception_is_the_outcome_and_passes_as_it_is(
-    raised: Callable[[str], BaseException], tmp_path: Path
-) -> None:
-    events, error = tmp_path / "events.jsonl", raised("mine")
-    with pytest.raises(type(error)) as caught, reknit.phase("evaluate", events=str(events)):
-        raise error
-    assert caught.value is error
-    assert getattr(error, "phase", None) is None
-    assert reported(events)[0]["outcome"] == type(error).__name__
-    with reknit.phase("after"):
-        pass
-    assert len(reported(events)) == 1, "the phase that failed does not enclose the next one"
+def test_an_exception_is_the_outcome_and_passes_as_it_is(tmp_path: Path) -> None:
+    for error in (KeyError("mine"), MemoryError(), KeyboardInterrupt(), reknit.UsageError("mine")):
+        events = tmp_path / f"{type(error).__name__}.jsonl"
+        with pytest.raises(type(error)) as caught, reknit.phase("evaluate", events=str(events)):
+            raise error
+        assert caught.value is error
+        assert getattr(error, "phase", None) is None
+        assert reported(events)[0]["outcome"] == type(error).__name__
+        with reknit.phase("after"):
+            pass
+        assert len(reported(events)) == 1, "the phase that failed does not enclose the next one"
 
 
 def test_a_function_is_a_phase_at_each_call_also_within_itself(tmp_path: Path) -> None:
@@ -125,16 +123,14 @@ def test_a_report_has_the_phases_of_all_ranks_beside_their_saves(tmp_path: Path)
     assert "failed in phase score: ZeroDivisionError" in next(remarks(own))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_a_wrong_phase_is_refused_where_it_is_written() -> None:
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: reknit.phase(""), "a phase has a name"),
         (lambda: reknit.phase(3), "a phase has a name, not 3"),  # type: ignore[arg-type]
         (lambda: reknit.phase("x", step=-1), "step is a whole number from 0 on, not -1"),
         (lambda: reknit.phase("x", rank=True), "rank is a whole number from 0 on, not True"),
         (lambda: reknit.phase("x", nbytes="3"), "nbytes is a whole number"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_wrong_phase_is_refused_where_it_is_written(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(reknit.UsageError, match=message):
-        call()
+    ]
+    for call, message in cases:
+        with pytest.raises(reknit.UsageError, match=message):
+            call()

@@ -86,9 +86,8 @@ def test_what_the_clock_says_is_open_without_one() -> None:
     assert (at(11) | (lambda _: True)).due(step_alone) is None
 
 
-@pytest.mark.parametrize(
-    ("policy", "yes", "no"),
-    [
+def test_what_the_clock_decides() -> None:
+    cases: list[tuple[Policy, dict[str, Any], dict[str, Any]]] = [
         (every(minutes=10), {"seconds": 600.0}, {"seconds": 599.0}),
         (every(hours=1), {"seconds": 3600.0}, {"seconds": 3599.0}),
         (on_preemption(), {"seconds": 0.0, "preempted": True}, {"seconds": 1e9}),
@@ -120,11 +119,10 @@ def test_what_the_clock_says_is_open_without_one() -> None:
             {"seconds": 29.0, "stall_s": 0.1, "write_s": 30.0},
         ),
         (policy_of(lambda moment: moment.facts.seconds > 1), {"seconds": 2.0}, {"seconds": 1.0}),
-    ],
-)
-def test_what_the_clock_decides(policy: Policy, yes: dict[str, Any], no: dict[str, Any]) -> None:
-    assert policy.due(with_facts(**yes)) is True
-    assert policy.due(with_facts(**no)) is False
+    ]
+    for policy, yes, no in cases:
+        assert policy.due(with_facts(**yes)) is True
+        assert policy.due(with_facts(**no)) is False
 
 
 def test_what_is_kept() -> None:
@@ -158,9 +156,8 @@ def test_what_every_keeps_does_not_depend_on_what_else_is_still_there(
         assert policy.kept(others, 0.0) == kept
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_a_wrong_policy_says_what_it_takes() -> None:
+    cases: list[Any] = [
         lambda: every(),
         lambda: every(5, minutes=1),
         lambda: every(0),
@@ -184,11 +181,10 @@ def test_what_every_keeps_does_not_depend_on_what_else_is_still_there(
         lambda: policy_of("500"),
         lambda: policy_of(500),
         lambda: latest(1) | 5,
-    ],
-)
-def test_a_wrong_policy_says_what_it_takes(wrong: Any) -> None:
-    with pytest.raises(UsageError):
-        wrong()
+    ]
+    for wrong in cases:
+        with pytest.raises(UsageError):
+            wrong()
 
 
 def test_signals_are_numbers_or_names_of_them() -> None:
@@ -253,9 +249,10 @@ def test_a_policy_decides_of_each_item_as_if_there_were_no_other(
     }
 
 
-@pytest.mark.parametrize("wrong", [(), (5,)])
-def test_without_names_items(wrong: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError, match="names of items"):
-        without(*wrong, after_hours=1)
-    with pytest.raises(UsageError, match="above 0"):
-        without("optimizer", after_hours=0)
+def test_without_names_items() -> None:
+    cases: list[tuple[Any, ...]] = [(), (5,)]
+    for wrong in cases:
+        with pytest.raises(UsageError, match="names of items"):
+            without(*wrong, after_hours=1)
+        with pytest.raises(UsageError, match="above 0"):
+            without("optimizer", after_hours=0)

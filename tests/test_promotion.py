@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import reknit
 from reknit.engine.background import lanes
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.trainer.agent_session import AgentSession
+from reknit.errors import UnknownSchemeError
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultKind
 from reknit.testing.world import run_ranks
@@ -120,35 +122,39 @@ def names(path: Path) -> set[str]:
 # Outcomes.
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_checkpoint_is_in_both_stores_and_the_report_says_so(tmp_path: Path, wait: bool) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    pending = save(a, b, wait=wait, step=4)
-    report = pending.result(LIMIT_S)
-    reported = pending.promoted(LIMIT_S)
-    assert (reported.path, reported.source, reported.step, reported.write_id) == (
-        str(b),
-        str(a),
-        4,
-        report.write_id,
-    )
-    assert (reported.nbytes, reported.num_files) == (report.total_nbytes, report.num_files + 1)
-    assert {"claim", "promoted"} <= {record.phase for record in reported.phases}
-    assert {record.action for record in reported.phases} == {"promote"}
-    assert names(a) == names(b)
-    assert all((a / name).read_bytes() == (b / name).read_bytes() for name in names(a))
-    assert value_at(b) == 1
-    assert pending.promotion_done()
-    assert pending.promotion_error is None
+def test_a_checkpoint_is_in_both_stores_and_report_and_events_say_so(tmp_path: Path) -> None:
+    for wait in (True, False):
+        a, b, events = (tmp_path / f"{wait}" / name for name in ("a", "b", "events.jsonl"))
+        pending = save(a, b, wait=wait, step=4, events=str(events))
+        report = pending.result(LIMIT_S)
+        reported = pending.promoted(LIMIT_S)
+        assert (reported.path, reported.source, reported.step) == (str(b), str(a), 4)
+        assert reported.write_id == report.write_id, wait
+        assert (reported.nbytes, reported.num_files) == (report.total_nbytes, report.num_files + 1), wait
+        assert {"claim", "promoted"} <= {record.phase for record in reported.phases}, wait
+        assert {record.action for record in reported.phases} == {"promote"}, wait
+        assert names(a) == names(b), wait
+        assert all((a / name).read_bytes() == (b / name).read_bytes() for name in names(a)), wait
+        assert value_at(b) == 1, wait
+        assert pending.promotion_done(), wait
+        assert pending.promotion_error is None, wait
+        assert reknit.sinks.flush(LIMIT_S), wait
+        heard = [json.loads(line) for line in events.read_text().splitlines()]
+        of_target = [each for each in heard if each["action"] == "promote" and each["path"] == str(b)]
+        assert any("phase" in each for each in of_target), wait
+        assert {"create", "write", "commit"} <= {each.get("operation") for each in of_target}, wait
 
 
-@pytest.mark.parametrize("kinds", ["striking://a folder", "folder striking://b", "striking://a striking://b"])
-def test_stores_that_only_this_process_has_are_promoted_by_its_threads(tmp_path: Path, kinds: str) -> None:
-    a, b = (str(tmp_path / str(n)) if kind == "folder" else kind for n, kind in enumerate(kinds.split()))
-    before = set(agents_of(os.getpid()))
-    save(a, b).promoted(LIMIT_S)
-    assert set(agents_of(os.getpid())) <= before
-    assert (value_at(a), value_at(b)) == (1, 1)
+def test_stores_that_only_this_process_has_are_promoted_by_its_threads(tmp_path: Path) -> None:
+    for kinds in ("striking://a folder", "folder striking://b", "striking://a striking://b"):
+        folder = tmp_path / kinds.replace("/", "")
+        folder.mkdir()
+        a, b = (str(folder / str(n)) if kind == "folder" else kind for n, kind in enumerate(kinds.split()))
+        before = set(agents_of(os.getpid()))
+        ProcessMemory.clear("striking")
+        save(a, b).promoted(LIMIT_S)
+        assert set(agents_of(os.getpid())) <= before, kinds
+        assert (value_at(a), value_at(b)) == (1, 1), kinds
 
 
 def test_a_state_of_values_alone_is_promoted_too(tmp_path: Path) -> None:
@@ -168,51 +174,28 @@ def test_a_rehearsal_promotes_nothing_and_the_save_after_it_does(tmp_path: Path)
     assert value_at(tmp_path / "b") == 1
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_events_of_a_promotion_go_where_those_of_the_save_go(tmp_path: Path, wait: bool) -> None:
-    events = tmp_path / "events.jsonl"
-    save(tmp_path / "a", tmp_path / "b", wait=wait, events=str(events)).promoted(LIMIT_S)
-    assert reknit.sinks.flush(LIMIT_S)
-    reported = [json.loads(line) for line in events.read_text().splitlines()]
-    of_target = [each for each in reported if each["action"] == "promote" and each["path"] == f"{tmp_path}/b"]
-    assert any("phase" in each for each in of_target)
-    assert {"create", "write", "commit"} <= {each.get("operation") for each in of_target}
-
-
 # Calls that are wrong from the start.
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("spelling", ["{}/a", "file://{}/a", "{}/b/../a", "{}/a/"])
-def test_a_checkpoint_cannot_be_promoted_to_where_it_is(tmp_path: Path, wait: bool, spelling: str) -> None:
-    with pytest.raises(reknit.UsageError, match="where it is"):
-        save(tmp_path / "a", spelling.format(tmp_path), wait=wait, on_error="warn").result(LIMIT_S)
-    assert not (tmp_path / "a").exists()
+def test_a_target_that_can_be_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    here = [f"{tmp_path}/a", f"file://{tmp_path}/a", f"{tmp_path}/b/../a", f"{tmp_path}/a/"]
+    for to, wait in itertools.product([*here, "nowhere://b"], (True, False)):
+        kind, said = (reknit.UsageError, "where it is") if to in here else (UnknownSchemeError, "nowhere")
+        with pytest.raises(kind, match=said):
+            save(tmp_path / "a", to, wait=wait, on_error="warn").result(LIMIT_S)
+        assert not (tmp_path / "a").exists(), to
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_target_of_an_unknown_kind_is_refused_before_anything_is_written(
-    tmp_path: Path, wait: bool
-) -> None:
-    with pytest.raises(reknit.errors.UnknownSchemeError, match="nowhere"):
-        save(tmp_path / "a", "nowhere://b", wait=wait).result(LIMIT_S)
-    assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize("to", [3, "", b"x", ["/tmp", 3]])
-def test_a_target_that_is_no_path_is_a_wrong_call(to: object) -> None:
-    with pytest.raises(reknit.UsageError, match="promote_to"):
-        options(to)
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_who_asked_for_no_promotion_cannot_wait_for_one(tmp_path: Path, wait: bool) -> None:
-    pending = save(tmp_path / "a", None, wait=wait)
-    with pytest.raises(reknit.UsageError, match="not asked"):
-        pending.promoted(LIMIT_S)
-    pending.result(LIMIT_S)
-    assert pending.promotion_done()
-    assert pending.promotion_error is None
+def test_who_asked_for_no_promotion_cannot_wait_for_one(tmp_path: Path) -> None:
+    for wait in (True, False):
+        folder = tmp_path / f"{wait}"
+        folder.mkdir()
+        pending = save(folder / "a", None, wait=wait)
+        with pytest.raises(reknit.UsageError, match="not asked"):
+            pending.promoted(LIMIT_S)
+        pending.result(LIMIT_S)
+        assert pending.promotion_done(), wait
+        assert pending.promotion_error is None, wait
 
 
 # Failures on the way.
@@ -279,16 +262,16 @@ def test_a_save_that_fails_ends_its_promotion_with_the_same_error(tmp_path: Path
     save(tmp_path / "c", None).result(LIMIT_S)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_checkpoint_at_the_target_is_not_replaced_unasked_and_nothing_is_saved(
-    tmp_path: Path, wait: bool
-) -> None:
-    save(tmp_path / "b", None, 7, wait=True)
-    with pytest.raises(reknit.CheckpointExistsError):
-        save(tmp_path / "a", tmp_path / "b", wait=wait).promoted(LIMIT_S)
-    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (None, 7)
-    save(tmp_path / "a", tmp_path / "b", wait=wait, overwrite=True).promoted(LIMIT_S)
-    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 1)
+def test_a_checkpoint_at_the_target_is_not_replaced_unasked_and_nothing_is_saved(tmp_path: Path) -> None:
+    for wait in (True, False):
+        folder = tmp_path / f"{wait}"
+        folder.mkdir()
+        save(folder / "b", None, 7, wait=True)
+        with pytest.raises(reknit.CheckpointExistsError):
+            save(folder / "a", folder / "b", wait=wait).promoted(LIMIT_S)
+        assert (value_at(folder / "a"), value_at(folder / "b")) == (None, 7), wait
+        save(folder / "a", folder / "b", wait=wait, overwrite=True).promoted(LIMIT_S)
+        assert (value_at(folder / "a"), value_at(folder / "b")) == (1, 1), wait
 
 
 def test_a_checkpoint_that_came_to_the_target_meanwhile_stays(tmp_path: Path) -> None:

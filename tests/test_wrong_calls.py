@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
+import itertools
 import os
 import re
 import traceback
@@ -47,33 +49,30 @@ def calls(path: Path, place: Any, options: Any = None) -> list[Callable[[], obje
     ]
 
 
-@pytest.mark.parametrize("place", [None, b"runs/one", 3, ""])
-def test_a_place_that_is_none_says_what_to_give(path: Path, place: Any) -> None:
-    everywhere = calls(path, place)
-    everywhere.append(lambda: reknit.latest(place))
-    for call in everywhere:
-        with pytest.raises(reknit.UsageError, match="a place to store is needed") as caught:
-            call()
-        assert "give a path or a URL" in str(caught.value)
-    with pytest.raises(reknit.UsageError):
-        reknit.save(place, STATE, wait=False).result()
-
-
-def test_none_from_latest_is_explained_and_bytes_are_told_how_to_become_text(tmp_path: Path) -> None:
+def test_a_place_that_is_none_says_what_to_give(path: Path, tmp_path: Path) -> None:
+    wrong: list[Any] = [None, b"runs/one", 3, ""]
+    for place in wrong:
+        everywhere = calls(path, place)
+        everywhere.append(functools.partial(reknit.latest, place))
+        for call in everywhere:
+            with pytest.raises(reknit.UsageError, match="a place to store is needed") as caught:
+                call()
+            assert "give a path or a URL" in str(caught.value), place
+        with pytest.raises(reknit.UsageError):
+            reknit.save(place, STATE, wait=False).result()
     with pytest.raises(reknit.UsageError, match=r"reknit.latest returns None where there is no checkpoint"):
         reknit.load(reknit.latest(tmp_path / "nosuch"), STATE)  # type: ignore[arg-type]
     with pytest.raises(reknit.UsageError, match=r"os\.fsdecode"):
         reknit.open(b"runs")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{}, {"threads": 2}, "fast", 3, reknit.CommOptions()])
-def test_options_of_another_type_say_which_are_needed(path: Path, wrong: Any) -> None:
+def test_options_of_another_type_say_which_are_needed(path: Path) -> None:
     kinds = ["SaveOptions"] * 3 + ["LoadOptions"] * 3
-    for call, kind in zip(calls(path, path, wrong), kinds, strict=True):
-        with pytest.raises(reknit.UsageError, match=f"options is a reknit.{kind} here, not a ") as caught:
-            call()
-        assert caught.value.remedy is not None
-        assert f"pass options=reknit.{kind}(" in caught.value.remedy
+    for wrong in ({}, {"threads": 2}, "fast", 3, reknit.CommOptions()):
+        for call, kind in zip(calls(path, path, wrong), kinds, strict=True):
+            with pytest.raises(reknit.UsageError, match=f"options is a reknit.{kind} here, not a ") as caught:
+                call()
+            assert f"pass options=reknit.{kind}(" in str(caught.value.remedy), wrong
     with pytest.raises(reknit.UsageError, match=r"options is a reknit\.CommOptions"):
         reknit.connect(0, 1, at=path, options={})  # type: ignore[arg-type]
 
@@ -88,9 +87,8 @@ def test_options_of_the_other_direction_are_refused_and_a_dict_is_spelled_out(pa
     assert caught.value.remedy == "pass options=reknit.LoadOptions(cast=True, threads=2)"
 
 
-@pytest.mark.parametrize(
-    ("kind", "knobs", "says"),
-    [
+def test_a_knob_of_another_type_is_named() -> None:
+    cases: list[tuple[type[Any], dict[str, Any], str]] = [
         (reknit.SaveOptions, {"progress": "no"}, "progress is True or False, not 'no'"),
         (reknit.SaveOptions, {"allow_pickle": "no"}, "allow_pickle is True or False"),
         (reknit.SaveOptions, {"threads": "4"}, "threads is a whole number, or None, not '4'"),
@@ -103,33 +101,32 @@ def test_options_of_the_other_direction_are_refused_and_a_dict_is_spelled_out(pa
         (reknit.LoadOptions, {"gap_nbytes": "1"}, "gap_nbytes is a whole number"),
         (reknit.LoadOptions, {"comm": None}, "comm is a reknit.CommOptions"),
         (reknit.CommOptions, {"fan_out": "16"}, "fan_out is a whole number"),
-    ],
-)
-def test_a_knob_of_another_type_is_named(kind: type[Any], knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(reknit.UsageError, match=says):
-        kind(**knobs)
-
-
-def test_knobs_may_be_numbers_of_numpy_and_whole_seconds() -> None:
+    ]
+    for kind, knobs, says in cases:
+        with pytest.raises(reknit.UsageError, match=says):
+            kind(**knobs)
+    # Numbers of numpy and whole seconds are right.
     reknit.SaveOptions(threads=np.int64(2), timeout_s=60, exit_wait_s=np.float32(1))
     reknit.LoadOptions(gap_nbytes=None, threads=None)
 
 
-@pytest.mark.parametrize("wrong", ["no", 1, None])
-def test_a_flag_that_is_neither_true_nor_false_is_refused(path: Path, wrong: Any) -> None:
-    flagged: list[tuple[str, Callable[[], object]]] = [
-        ("strict", lambda: reknit.load(path, STATE, strict=wrong)),
-        ("overwrite", lambda: reknit.save(path, STATE, overwrite=wrong)),
-        ("wait", lambda: reknit.save(path.with_name("new"), STATE, wait=wrong).result()),
-        ("overwrite", lambda: reknit.promote(path, path.with_name("new"), overwrite=wrong)),
+def test_a_flag_that_is_neither_true_nor_false_is_refused(path: Path) -> None:
+    new = path.with_name("new")
+    flagged: list[tuple[str, Callable[[Any], object]]] = [
+        ("strict", lambda wrong: reknit.load(path, STATE, strict=wrong)),
+        ("overwrite", lambda wrong: reknit.save(path, STATE, overwrite=wrong)),
+        ("wait", lambda wrong: reknit.save(new, STATE, wait=wrong).result()),
+        ("overwrite", lambda wrong: reknit.promote(path, new, overwrite=wrong)),
     ]
-    for name, call in flagged:
+    for (name, call), wrong in itertools.product(flagged, ("no", 1, None)):
         with pytest.raises(reknit.UsageError, match=f"{name} is True or False,.* not {wrong!r}"):
-            call()
-    assert not path.with_name("new").exists()
-
-
-def test_a_flag_may_be_what_numpy_takes_for_one(path: Path) -> None:
+            call(wrong)
+    odd: list[Any] = [[], [""], ["!"], [1], {"model/*"}]
+    for patterns in odd:
+        with pytest.raises(reknit.UsageError, match="strict is True or False, or a list of patterns"):
+            reknit.load(path, STATE, strict=patterns)
+    assert not new.exists()
+    # What numpy takes for a flag is one.
     reknit.save(path, STATE, wait=np.int64(8) % 2 == 0, overwrite=np.bool_(True))  # type: ignore[arg-type]
     reknit.load(path, STATE, strict=np.bool_(True))  # type: ignore[arg-type]
 
@@ -166,9 +163,8 @@ class Config:
     width: int = 1
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
+def test_a_value_that_cannot_be_saved_is_told_what_to_save_instead(tmp_path: Path) -> None:
+    cases: list[tuple[Any, str]] = [
         (DataLoader([1, 2]), "StatefulDataLoader"),  # type: ignore[arg-type]
         ((n for n in range(3)), "save its position as a number"),
         (iter([1, 2]), "save its position as a number"),
@@ -176,15 +172,12 @@ class Config:
         (torch.nn.Linear, "put an object of this class into the state"),
         (torch.Generator(), r"save the result of its get_state\(\)"),
         (object(), "save a plain value"),
-    ],
-)
-def test_a_value_that_cannot_be_saved_is_told_what_to_save_instead(
-    tmp_path: Path, value: Any, says: str
-) -> None:
-    with pytest.raises(reknit.errors.StateError, match=says) as caught:
-        reknit.save(tmp_path / "x", {"extra": {"it": value}})
-    assert caught.value.message.startswith("extra/it cannot be saved")
-    assert ("allow_pickle" in str(caught.value)) == (type(value) is object)
+    ]
+    for value, says in cases:
+        with pytest.raises(reknit.errors.StateError, match=says) as caught:
+            reknit.save(tmp_path / "x", {"extra": {"it": value}})
+        assert caught.value.message.startswith("extra/it cannot be saved"), value
+        assert ("allow_pickle" in str(caught.value)) == (type(value) is object)
 
 
 def test_a_vocabulary_that_grew_is_told_what_lets_it_grow(path: Path) -> None:
@@ -207,22 +200,17 @@ def test_one_thing_that_does_not_fit_is_one_place(path: Path) -> None:
         reknit.load(path, {"model": {"w": np.zeros((4, 1))}})
 
 
-@pytest.mark.parametrize(
-    ("item", "fqn", "says"),
-    [
+def test_a_name_that_is_not_there_is_led_to_one_that_is(tmp_path: Path) -> None:
+    reknit.save(tmp_path / "x", {"model": {"layer.weight": np.ones(2), "bias": np.ones(1), "epoch": 3}})
+    for item, fqn, says in [
         ("modle", "layer.weight", "no item 'modle'.*its items are 'model'"),
         ("model", "layer.wieght", r"no tensor 'layer\.wieght' in item.*did you mean 'layer\.weight'\?"),
         ("model", "epoch", "no tensor 'epoch'.*it is a value and no tensor"),
         ("model", "qqqq", "no tensor 'qqqq'.*-> `tensors` lists its tensors"),
-    ],
-)
-def test_a_name_that_is_not_there_is_led_to_one_that_is(
-    tmp_path: Path, item: str, fqn: str, says: str
-) -> None:
-    reknit.save(tmp_path / "x", {"model": {"layer.weight": np.ones(2), "bias": np.ones(1), "epoch": 3}})
-    with pytest.raises(reknit.MismatchError) as caught:
-        reknit.open(tmp_path / "x").read(item, fqn)
-    assert re.search(says, str(caught.value), re.DOTALL)
+    ]:
+        with pytest.raises(reknit.MismatchError) as caught:
+            reknit.open(tmp_path / "x").read(item, fqn)
+        assert re.search(says, str(caught.value), re.DOTALL)
 
 
 # How is it told?
@@ -259,20 +247,20 @@ def test_a_load_that_is_interrupted_says_that_the_target_is_a_mixture(
     ]
 
 
-@pytest.mark.parametrize("wrong", ["exists", "value", "missing", "place"])
-def test_what_fails_in_one_process_is_told_once_and_shortly(path: Path, wrong: str) -> None:
-    failing: dict[str, Callable[[], object]] = {
-        "exists": lambda: reknit.save(path, STATE),
-        "value": lambda: reknit.save(path.with_name("two"), {"x": object()}),
-        "missing": lambda: reknit.load(path.with_name("two"), STATE),
-        "place": lambda: reknit.load(path, {"model": torch.nn.Linear(2, 2)}),
-    }
-    with pytest.raises(reknit.ReknitError) as caught:
-        failing[wrong]()
-    reported = "".join(traceback.format_exception(caught.value))
-    assert reported.count(caught.value.message) == 1
-    assert "direct cause" not in reported
-    assert reported.count("\n  File ") < 12
+def test_what_fails_in_one_process_is_told_once_and_shortly(path: Path) -> None:
+    failing: list[Callable[[], object]] = [
+        lambda: reknit.save(path, STATE),
+        lambda: reknit.save(path.with_name("two"), {"x": object()}),
+        lambda: reknit.load(path.with_name("two"), STATE),
+        lambda: reknit.load(path, {"model": torch.nn.Linear(2, 2)}),
+    ]
+    for call in failing:
+        with pytest.raises(reknit.ReknitError) as caught:
+            call()
+        reported = "".join(traceback.format_exception(caught.value))
+        assert reported.count(caught.value.message) == 1
+        assert "direct cause" not in reported
+        assert reported.count("\n  File ") < 12
 
 
 # Options that mean nothing in a call.
@@ -306,12 +294,6 @@ def test_every_rank_hears_of_the_wrong_options_of_one(tmp_path: Path) -> None:
 
     run_ranks(2, act)
     reknit.close()
-
-
-@pytest.mark.parametrize("wrong", [[], [""], ["!"], [1], {"model/*"}])
-def test_what_is_neither_true_nor_false_nor_patterns_is_not_strict(path: Path, wrong: Any) -> None:
-    with pytest.raises(reknit.UsageError, match="strict is True or False, or a list of patterns"):
-        reknit.load(path, STATE, strict=wrong)
 
 
 def test_names_are_one_rule_and_the_first(path: Path) -> None:

@@ -42,18 +42,17 @@ def differences(command: Command, tmp_path: Path, other: dict[str, Any], *option
     return found
 
 
-@pytest.mark.parametrize("options", [(), ("--data",)])
-def test_equal_states_do_not_differ(command: Command, tmp_path: Path, options: tuple[str, ...]) -> None:
-    assert differences(command, tmp_path, state(), *options) == []
-    ran = command("diff", tmp_path / "a", tmp_path / "b", *options)
-    assert ran.code == 0
-    assert ran.out.startswith("equal: 2 tensors")
-
-
-def test_values_of_a_rank_are_not_compared(command: Command, tmp_path: Path) -> None:
+def test_equal_states_do_not_differ_and_values_of_a_rank_are_not_compared(
+    command: Command, tmp_path: Path
+) -> None:
     for name in "ab":
         reknit.save(tmp_path / name, {**state(), "own": reknit.PerRank({"seed": name})})
-    assert command("diff", tmp_path / "a", tmp_path / "b", "--data").code == 0
+    for options in ((), ("--data",)):
+        ran = command("diff", tmp_path / "a", tmp_path / "b", *options)
+        assert ran.code == 0, options
+        assert ran.out.startswith("equal: 2 tensors"), options
+        found = command("diff", tmp_path / "a", tmp_path / "b", *options, "--json").json
+        assert found["differences"] == [], options
 
 
 def test_items_and_names_in_one_only_are_told_once(command: Command, tmp_path: Path) -> None:
@@ -87,19 +86,15 @@ def test_values_that_differ_are_told(command: Command, tmp_path: Path) -> None:
     assert not [name for _, name, _ in found if "names" in name]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "shown"),
-    [
+def test_a_value_is_shown_from_where_it_begins_to_differ() -> None:
+    cases: list[tuple[object, object, tuple[str, str]]] = [
         (1, "one\x1b[31m", ("1", r"'one\x1b[31m'")),
         ([*range(100)], [*range(99), 7], ("...5, 96, 97, 98, 99]", "...5, 96, 97, 98, 7]")),
         ("x" * 90 + "y" * 90, "x" * 90, ("..." + "x" * 15 + "y" * 45 + "...", "..." + "x" * 15 + "'")),
         (b"1" * (2 << 20), b"", ("a value of 2.0 MiB", "one of 5 B")),
-    ],
-)
-def test_a_value_is_shown_from_where_it_begins_to_differ(
-    a: object, b: object, shown: tuple[str, str]
-) -> None:
-    assert both_shown(encode_blobs({"v": a}), encode_blobs({"v": b})) == shown
+    ]
+    for a, b, shown in cases:
+        assert both_shown(encode_blobs({"v": a}), encode_blobs({"v": b})) == shown
 
 
 def test_bytes_are_compared_only_on_request(command: Command, tmp_path: Path) -> None:
@@ -183,30 +178,29 @@ def save_again(one: Path, other: Path, *, sharded: bool) -> None:
     reknit.save(other, state)
 
 
-@pytest.mark.parametrize(("world", "sharded"), [(1, False), (4, True)])
-def test_a_training_saved_again_by_other_ranks_is_equal(
-    command: Command, tmp_path: Path, world: int, sharded: bool
-) -> None:
+def test_a_training_saved_again_by_other_ranks_is_equal(command: Command, tmp_path: Path) -> None:
     ranks.run(2, train, tmp_path / "a")
-    ranks.run(world, partial(save_again, sharded=sharded), tmp_path / "a", tmp_path / "b")
-    ran = command("diff", tmp_path / "a", tmp_path / "b", "--data")
-    equal, note = ran.out.splitlines()
-    assert equal.startswith("equal: 17 tensors (names, shapes, dtypes and bytes), ")
-    assert note == "note: values of each rank were not compared (rng, own)"
-    assert ran.code == 0
+    for world, sharded in ((1, False), (4, True)):
+        other = tmp_path / f"by {world}"
+        ranks.run(world, partial(save_again, sharded=sharded), tmp_path / "a", other)
+        ran = command("diff", tmp_path / "a", other, "--data")
+        equal, note = ran.out.splitlines()
+        assert equal.startswith("equal: 17 tensors (names, shapes, dtypes and bytes), "), world
+        assert note == "note: values of each rank were not compared (rng, own)", world
+        assert ran.code == 0, world
 
 
-@pytest.mark.parametrize("form", ["dcp", "torch"])
-def test_a_training_in_the_format_of_another_program_is_equal(
-    command: Command, tmp_path: Path, form: str
-) -> None:
-    ranks.run(2, train, tmp_path / "a")
-    assert command("export", form, tmp_path / "a", tmp_path / "b").code == 0
-    assert command("import", tmp_path / "b", tmp_path / "c").code == 0
-    for other in "bc":
-        first, second = command("diff", tmp_path / "a", tmp_path / other, "--data").out.splitlines()
-        assert first.startswith("equal: 17 tensors")
-        assert second == "note: values of each rank were not compared (rng, own)"
+def test_a_training_in_the_format_of_another_program_is_equal(command: Command, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    ranks.run(2, train, saved)
+    for form in ("dcp", "torch"):
+        exported, imported = tmp_path / form, tmp_path / f"from {form}"
+        assert command("export", form, saved, exported).code == 0
+        assert command("import", exported, imported).code == 0
+        for other in (exported, imported):
+            first, second = command("diff", saved, other, "--data").out.splitlines()
+            assert first.startswith("equal: 17 tensors"), other
+            assert second == "note: values of each rank were not compared (rng, own)", other
 
 
 class Settings:
@@ -214,8 +208,7 @@ class Settings:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("form", ["dcp", "torch"])
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize(("form", "num"), [("dcp", 2), ("torch", 1)])
 def test_entries_that_cannot_be_read_are_counted_apart_from_those_that_differ(
     command: Command, tmp_path: Path, form: str, num: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,37 +35,32 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "num_ranks"),
-    [
+def test_a_layout_is_a_number_or_axes_and_another_text_is_refused_with_an_example() -> None:
+    for text, words, num_ranks in [
         ("4", "fsdp 4 (cuts dimension 0)", 4),
         ("tp=2,dp=3", "tp 2 (cuts dimension 1), dp 3 (cuts dimension 0)", 6),
         ("tp=2:0,replicate=2", "tp 2 (cuts dimension 0), replicate 2 (copies)", 4),
         ("a=2:replicate", "a 2 (copies)", 2),
-    ],
-)
-def test_a_layout_is_a_number_or_axes(text: str, words: str, num_ranks: int) -> None:
-    layout = target_layout(text)
-    assert (str(layout), layout.num_ranks) == (words, num_ranks)
+    ]:
+        layout = target_layout(text)
+        assert (str(layout), layout.num_ranks) == (words, num_ranks)
+    for text in ("", "0", "tp", "tp=0", "tp=2;dp=2", "pp=2", "tp=2:x", "1000000000", "²"):
+        with pytest.raises(UsageError) as raised:
+            target_layout(text)
+        assert raised.value.remedy, text
 
 
-@pytest.mark.parametrize("text", ["", "0", "tp", "tp=0", "tp=2;dp=2", "pp=2", "tp=2:x", "1000000000", "²"])
-def test_another_text_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        target_layout(text)
-    assert raised.value.remedy
-
-
-@pytest.mark.parametrize("text", ["1", "3", "7", "tp=2,dp=2", "tp=3,dp=2", "dp=2,tp=2:0", "dp=9"])
-@pytest.mark.parametrize("shape", [(8, 6), (5, 7), (1,), (4, 4, 4), ()])
-def test_the_parts_of_all_ranks_cover_a_tensor(text: str, shape: tuple[int, ...]) -> None:
-    layout, seen = target_layout(text), np.zeros(shape, np.int64)
-    for rank in range(layout.num_ranks):
-        if (box := layout.box(shape, rank)) is not None:
-            assert box.fits(shape)
-            seen[box.slices()] += 1
-    assert (seen >= 1).all()
-    assert len(np.unique(seen)) == 1, "each element is wanted equally often"
+def test_the_parts_of_all_ranks_cover_a_tensor() -> None:
+    shapes: list[tuple[int, ...]] = [(8, 6), (5, 7), (1,), (4, 4, 4), ()]
+    layouts = ("1", "3", "7", "tp=2,dp=2", "tp=3,dp=2", "dp=2,tp=2:0", "dp=9")
+    for text, shape in product(layouts, shapes):
+        layout, seen = target_layout(text), np.zeros(shape, np.int64)
+        for rank in range(layout.num_ranks):
+            if (box := layout.box(shape, rank)) is not None:
+                assert box.fits(shape), text
+                seen[box.slices()] += 1
+        assert (seen >= 1).all(), (text, shape)
+        assert len(np.unique(seen)) == 1, f"{text}, {shape}: each element is wanted equally often"
 
 
 def test_the_place_of_a_rank_is_counted_with_the_last_axis_fastest() -> None:
@@ -121,33 +117,31 @@ def test_a_page_has_the_cuts_of_a_tensor_and_the_writers(
     assert sum(nbytes for _, _, nbytes in file["parts"]) == 16 * MIB + 8192
 
 
-def test_a_page_without_tensors_is_written(command: Command, tmp_path: Path) -> None:
-    save_in_boxes(tmp_path / "c", {}, {})
-    assert command("show", tmp_path / "c", "--html", tmp_path / "map.html").code == 0
-
-
-def test_a_list_of_tensors_is_not_a_page(command: Command, path: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_tensors_has_a_page_and_a_list_of_tensors_has_none(
+    command: Command, path: Path, tmp_path: Path
+) -> None:
+    save_in_boxes(tmp_path / "none", {}, {})
+    assert command("show", tmp_path / "none", "--html", tmp_path / "map.html").code == 0
     ran = command("show", path, "--tensors", "*", "--html", tmp_path / "map.html")
     assert (ran.code, ran.out) == (2, "")
     assert "leave --html and --layout out" in ran.err
 
 
-def test_a_checkpoint_of_a_hundred_thousand_chunks_has_a_small_picture(tmp_path: Path) -> None:
-    arrays: dict[str, Any] = {"w": np.zeros((100_000, 1), np.int8), "v": np.zeros((20, 20), np.int8)}
-    rows = [Box((k, 0), (1, 1)) for k in range(100_000)]
+def test_a_checkpoint_of_very_many_chunks_has_a_small_picture(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {"w": np.zeros((20_000, 1), np.int8), "v": np.zeros((20, 20), np.int8)}
+    rows = [Box((k, 0), (1, 1)) for k in range(20_000)]
     save_in_boxes(tmp_path / "c", arrays, {"w": rows})
     with tensors_of(tmp_path / "c") as checkpoint:
         data = map_data(checkpoint, target_layout("8"))
     assert len(json.dumps(data)) < MIB
     large, small = data["tensors"]
-    assert large["num_chunks"] == 100_000
-    assert sum(chunk[8] for chunk in large["chunks"]) == 100_000
+    assert large["num_chunks"] == 20_000
+    assert sum(chunk[8] for chunk in large["chunks"]) == 20_000
     assert len(large["chunks"]) == 2_000
     assert len(small["wanted"]) == 7, "20 rows on 8 ranks are 3 for each, and none for the last"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
 def test_a_browser_draws_a_map_that_keys_can_read(
     command: Command, path: Path, tmp_path: Path, browser: Any, width: int, scheme: str
 ) -> None:

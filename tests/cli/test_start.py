@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 STOPPED = """
 import os, signal, time
@@ -21,17 +23,17 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("started", ["as a module", "as the program"])
 def test_an_interrupt_while_modules_are_imported_is_one_line(
-    started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NumPy is the first thing that takes long to import; this one is interrupted meanwhile."""
     (tmp_path / "numpy.py").write_text(STOPPED)
     (tmp_path / "reknit").write_text(SCRIPT)  # like that of an installer
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    program = ["-m", "reknit"] if started == "as a module" else [str(tmp_path / "reknit")]
-    ran = subprocess.run([sys.executable, *program, "ls", "."], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "reknit: interrupted\n")
+    for program in (["-m", "reknit"], [str(tmp_path / "reknit")]):
+        command = [sys.executable, *program, "ls", "."]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "reknit: interrupted\n"), program
 
 
 def test_the_program_is_installed_under_its_name() -> None:

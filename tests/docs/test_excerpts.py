@@ -6,8 +6,6 @@ import ast
 import inspect
 from typing import Any
 
-import pytest
-
 import reknit
 from tests.docs.pages import ROOT, blocks
 
@@ -24,19 +22,17 @@ def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_excerpts_call_what_is_there(page: str) -> None:
-    names: dict[str, Any] = {"reknit": reknit}
-    called = 0
-    for block in blocks((ROOT / page).read_text()):
-        if block.language != "{code-block} python":
-            continue
-        for node in ast.walk(ast.parse(block.text)):
+def test_excerpts_call_what_is_there() -> None:
+    for page in PAGES:
+        names: dict[str, Any] = {"reknit": reknit}
+        found = blocks((ROOT / page).read_text())
+        excerpts = [ast.parse(block.text) for block in found if block.language == "{code-block} python"]
+        called = 0
+        for node in (node for excerpt in excerpts for node in ast.walk(excerpt)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("reknit"):
-                statement = ast.Module([node], [])
-                exec(compile(statement, page, "exec"), names)
+                exec(compile(ast.Module([node], []), page, "exec"), names)
             elif isinstance(node, ast.Call) and (function := resolved(node.func, names)) is not None:
                 keywords = {str(keyword.arg): keyword.value for keyword in node.keywords}
                 inspect.signature(function).bind(*node.args, **keywords)
                 called += 1
-    assert called
+        assert called, page

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import reknit
 from tests.docs.pages import ROOT, blocks, commands
 from tests.docs.test_snippets import run_script
 from tests.ports import free_port
@@ -64,9 +66,9 @@ STATE = "import torch, reknit; model = torch.nn.Linear(4, 4); state = {'model': 
 INIT = "import torch.distributed as dist; dist.init_process_group('gloo'); "
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
+def test_a_mistake_under_torchrun_is_answered(tmp_path: Path) -> None:
+    # In forked ranks, which have the variables of torchrun: a start of it takes as long as ten of these.
+    for script, said in [
         (
             "reknit.save('ckpt', state, overwrite=True)",
             ("2 processes (WORLD_SIZE=2)", "not connected", "init_process_group()", "reknit.alone()"),
@@ -77,71 +79,23 @@ INIT = "import torch.distributed as dist; dist.init_process_group('gloo'); "
             "dist.get_rank() == 1 and __import__('time').sleep(60)",  # torchrun ends it
             ("rank 0 has waited 5 s for rank 1", "not rank 0 alone as with torch.save", "did not come"),
         ),
-    ],
-)
-def test_a_mistake_under_torchrun_is_answered(script: str, said: tuple[str, ...], tmp_path: Path) -> None:
-    # In forked ranks, which have the variables of torchrun: a start of it takes as long as ten of these.
-    (tmp_path / "train.py").write_text(STATE + script)
-    (shown := tmp_path / "shown").touch()
-    with pytest.raises(RankFailed) as failed:
-        run(2, run_script, str(tmp_path), str(shown), "train.py", joined=False)
-    output = f"{shown.read_text()}{failed.value}"
-    assert [part for part in said if part not in output] == [], output
-    assert not (tmp_path / "ckpt").exists()
+    ]:
+        (tmp_path / "train.py").write_text(STATE + script)
+        (shown := tmp_path / "shown").write_text("")
+        with pytest.raises(RankFailed) as failed:
+            run(2, run_script, str(tmp_path), str(shown), "train.py", joined=False)
+        output = f"{shown.read_text()}{failed.value}"
+        assert [part for part in said if part not in output] == [], output
+        assert not (tmp_path / "ckpt").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "said"),
-    [
-        ("reknit shwo ckpt", 2, ("shwo", "did you mean 'show'")),
-        ("reknit show ckpt --tensor 'model/*' --jsn", 2, ("--jsn", "did you mean '--json'")),
+def test_a_mistake_in_the_terminal_is_answered(tmp_path: Path) -> None:
+    """`tests/cli/test_command_line.py` has the words that are misspelt."""
+    reknit.save(tmp_path / "ckpt", {"model": {"w": np.ones(4)}})
+    for command, code, said in [
         ("reknit show chpt", 3, ("chpt", "ckpt")),
         ("reknit verify ckpt", 0, ("not read", "reknit verify ckpt --data")),
-        ("python -m reknit --version", 0, ("reknit", "torch", "format")),
-    ],
-)
-def test_a_mistake_in_the_terminal_is_answered(
-    command: str, code: int, said: tuple[str, ...], tmp_path: Path
-) -> None:
-    import numpy as np
-
-    import reknit
-
-    reknit.save(tmp_path / "ckpt", {"model": {"w": np.ones(4)}})
-    found, output = typed(command, tmp_path)
-    assert [part for part in said if part not in output] == [], output
-    assert found == code, output
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        ("reknit.save('new', state, stage='lazy')", ("stage", "options=reknit.SaveOptions(stage='lazy')")),
-        ("reknit.sav('new', state)", ("'sav'", "did you mean 'save'?")),
-        ("reknit.save('new', state, options={'wait': False})", ("wait=False",)),
-        ("reknit.load('ckpt', {'model': {'v': w}}, strict=False)", ("no tensor", "w")),
-        (
-            "reknit.load('ckpt', {'model': {'module.w': w}})",
-            ("module.", "reknit.transforms.names("),
-        ),
-        (
-            "reknit.load('ckpt', state, options=reknit.LoadOptions(only=['modle/*']))",
-            ("modle/*", "did you mean 'model/*'?"),
-        ),
-    ],
-)
-def test_a_mistake_in_a_call_is_answered(
-    call: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import numpy as np
-
-    import reknit
-
-    monkeypatch.chdir(tmp_path)
-    w = np.ones(4)
-    state = {"model": {"w": w}}
-    reknit.save("ckpt", state)
-    with pytest.raises((reknit.ReknitError, AttributeError)) as error:
-        eval(call, {"reknit": reknit, "w": w, "state": state})
-    assert [part for part in said if part not in str(error.value)] == [], str(error.value)
-    assert not Path("new").exists()
+    ]:
+        found, output = typed(command, tmp_path)
+        assert [part for part in said if part not in output] == [], output
+        assert found == code, output

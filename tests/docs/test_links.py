@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
-
-import pytest
 
 from tests.docs.links import Link, anchors, links
 from tests.docs.pages import ROOT
@@ -23,29 +22,15 @@ def pages() -> list[str]:
     return sorted(found)
 
 
-PAGES = pages()
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_has_a_text(page: str) -> None:
-    empty = [
-        f"{page}:{link.line}: [](…) has no text: {link.target}" for link in links(read(page)) if not link.text
-    ]
-    assert not empty, "\n".join(empty)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_points_to_a_file_and_a_heading_that_exist(page: str) -> None:
-    lost = [
-        f"{page}:{link.line}: {link.target} does not exist"
-        for link in links(read(page))
-        if not exists(link.target, page)
-    ]
-    assert not lost, "\n".join(lost)
-
-
-def read(page: str) -> str:
-    return (ROOT / page).read_text()
+def test_every_link_has_a_text_and_points_to_a_file_and_a_heading_that_exist() -> None:
+    wrong = []
+    for page in pages():
+        for link in links((ROOT / page).read_text()):
+            if not link.text:
+                wrong.append(f"{page}:{link.line}: [](…) has no text: {link.target}")
+            if not exists(link.target, page):
+                wrong.append(f"{page}:{link.line}: {link.target} does not exist")
+    assert not wrong, "\n".join(wrong)
 
 
 def exists(target: str, page: str) -> bool:
@@ -56,7 +41,12 @@ def exists(target: str, page: str) -> bool:
     file = (ROOT / page).parent / unquote(path) if path else ROOT / page
     if not anchor or file.suffix != ".md":
         return file.exists()
-    return file.exists() and anchor in anchors(file.read_text())
+    return file.exists() and anchor in anchors_of(file)
+
+
+@cache
+def anchors_of(file: Path) -> set[str]:
+    return anchors(file.read_text())
 
 
 def test_links_are_found_with_their_lines_in_paragraphs_lists_and_tables() -> None:
@@ -70,27 +60,12 @@ def test_links_are_found_with_their_lines_in_paragraphs_lists_and_tables() -> No
         Link(6, "four", "e.png"),
         Link(10, "", "g.md"),
     ]
+    assert links("```text\n[](a.md)\n```\n\n`[](b.md)`\n") == [], "what a code block shows is no link"
 
 
-def test_what_a_code_block_shows_is_not_a_link() -> None:
-    assert links("```text\n[](a.md)\n```\n\n`[](b.md)`\n") == []
-
-
-def test_anchors_are_those_that_forges_make_of_headings() -> None:
-    page = "# `reknit ls`: A_b, c-d\n## Same\n## Same\n"
-    assert anchors(page) == {"reknit-ls-a_b-c-d", "same", "same-1"}
-
-
-@pytest.mark.parametrize(
-    ("target", "is_there"),
-    [
-        ("glossary.md", True),
-        ("glossary.md#glossary", True),
-        ("#glossary", True),
-        ("https://example.org/nowhere", True),
-        ("glossary.md#nowhere", False),
-        ("nowhere.md", False),
-    ],
-)
-def test_a_link_to_a_lost_file_or_heading_is_found(target: str, is_there: bool) -> None:
-    assert exists(target, "docs/glossary.md") is is_there
+def test_a_link_to_a_lost_file_or_heading_is_found() -> None:
+    headings = "# `reknit ls`: A_b, c-d\n## Same\n## Same\n"
+    assert anchors(headings) == {"reknit-ls-a_b-c-d", "same", "same-1"}
+    there = ["glossary.md", "glossary.md#glossary", "#glossary", "https://example.org/nowhere"]
+    targets = [*there, "glossary.md#nowhere", "nowhere.md"]
+    assert [target for target in targets if exists(target, "docs/glossary.md")] == there

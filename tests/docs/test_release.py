@@ -59,11 +59,8 @@ def wrong(archive: Path) -> list[str]:
     return [*contents.problems(contents.content(archive), expected, ["/home/ada/"])]
 
 
-def test_a_wheel_with_the_package_and_its_metadata_has_no_problems(tmp_path: Path) -> None:
-    assert wrong(wheel(tmp_path)) == []
-
-
 def test_tests_and_paths_of_a_machine_in_a_wheel_are_found(tmp_path: Path) -> None:
+    assert wrong(wheel(tmp_path)) == []
     found = wrong(wheel(tmp_path, tests__test_api="", reknit__made="at = '/home/ada/clone'"))
     assert found == [
         "has reknit/made.py, which does not belong there",
@@ -120,12 +117,12 @@ def test_the_classifiers_name_the_pythons_that_are_tested() -> None:
     assert f">={min(named, key=lambda text: int(text[2:]))}" == PROJECT["requires-python"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["1.0"], ["--check", "--torch"], ["--check", "--fast", "1"]])
-def test_a_wrong_call_of_the_release_script_is_answered_with_the_right_one(arguments: list[str]) -> None:
-    command = [str(ROOT / "scripts/release"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("usage: scripts/release VERSION | --check")
+def test_a_wrong_call_of_the_release_script_is_answered_with_the_right_one() -> None:
+    for arguments in ([], ["1.0"], ["--check", "--torch"], ["--check", "--fast", "1"]):
+        command = [str(ROOT / "scripts/release"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert done.stderr.startswith("usage: scripts/release VERSION | --check"), arguments
 
 
 def test_a_release_is_refused_while_its_changelog_lacks_fragments(tmp_path: Path) -> None:

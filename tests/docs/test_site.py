@@ -97,7 +97,7 @@ def test_no_page_is_wider_than_a_desktop_or_a_telephone(site: Path, browser: Any
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_each_kind_of_page_fits_into_the_window_and_has_enough_contrast(
+def test_each_kind_of_page_fits_into_the_window_has_enough_contrast_and_pictures_that_suit_it(
     theme: str, site: Path, browser: Any
 ) -> None:
     tab = browser.new_page(color_scheme=theme)
@@ -114,13 +114,6 @@ def test_each_kind_of_page_fits_into_the_window_and_has_enough_contrast(
     tab.add_style_tag(content="article p { color: rgb(120, 120, 120) }")
     tab.set_viewport_size({"width": WIDTHS[0], "height": HEIGHT})
     assert bad_contrasts(tab) != [], "the check sees the texts"
-    tab.close()
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_page_shows_the_pictures_that_suit_it(theme: str, site: Path, browser: Any) -> None:
-    tab = browser.new_page(color_scheme=theme)
-    tab.set_default_timeout(1000 * LIMIT_S)
     tab.goto((site / "architecture.html").as_uri())
     suffix = "-dark" if theme == "dark" else ""
     names = ("processes", "layers", "save", "save-in-background", "load")
@@ -251,9 +244,8 @@ def test_a_port_that_is_taken_is_named_with_another_to_try(
     assert "pass another: scripts/docs serve " in message
 
 
-@pytest.mark.parametrize("arguments", [["show"], ["serve", "port"], ["serve", "1", "2"]])
-def test_a_wrong_call_is_answered_with_the_right_one(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [str(ROOT / "scripts/docs"), *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert (done.returncode, done.stderr) == (2, "usage: scripts/docs [serve [PORT]]\n")
+def test_a_wrong_call_is_answered_with_the_right_one() -> None:
+    for arguments in (["show"], ["serve", "port"], ["serve", "1", "2"]):
+        command = [str(ROOT / "scripts/docs"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert (done.returncode, done.stderr) == (2, "usage: scripts/docs [serve [PORT]]\n"), arguments

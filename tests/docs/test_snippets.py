@@ -143,23 +143,23 @@ def test_the_first_example_goes_on_when_it_is_run_again(
     assert sorted(path.name for path in Path("checkpoints").iterdir()) == ["step_00000100", "step_00000200"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
-def test_the_first_pages_say_how_to_install(page: str) -> None:
-    shell = [block.text for block in blocks((ROOT / page).read_text()) if block.language == "bash"]
-    (command,) = [text.strip() for text in shell if text.startswith("pip install")]
-    extras = re.search(r"\[(.*)\]", command)
-    assert extras is not None
-    assert set(extras[1].split(",")) <= set(metadata("reknit").get_all("Provides-Extra", []))
+def test_the_first_pages_say_how_to_install() -> None:
+    for page in ("README.md", "docs/tutorial.md"):
+        shell = [block.text for block in blocks((ROOT / page).read_text()) if block.language == "bash"]
+        (command,) = [text.strip() for text in shell if text.startswith("pip install")]
+        extras = re.search(r"\[(.*)\]", command)
+        assert extras is not None, page
+        assert set(extras[1].split(",")) <= set(metadata("reknit").get_all("Provides-Extra", [])), page
 
 
-@pytest.mark.parametrize("page", sorted(ILLUSTRATED))
-def test_commands_that_are_only_shown_are_spelled_right(page: str) -> None:
-    shown = [command for block in blocks((ROOT / page).read_text()) for command in commands(block)]
-    assert shown
-    for command in shown:
-        program, *arguments = shlex.split(command)
-        assert program == "reknit"
-        parser().parse_args(arguments)
+def test_commands_that_are_only_shown_are_spelled_right() -> None:
+    for page in ILLUSTRATED:
+        shown = [command for block in blocks((ROOT / page).read_text()) for command in commands(block)]
+        assert shown, page
+        for command in shown:
+            program, *arguments = shlex.split(command)
+            assert program == "reknit", page
+            parser().parse_args(arguments)
 
 
 def run_script(folder: str, output: str | None, script: str, *arguments: str) -> None:
@@ -214,9 +214,9 @@ def printed_by(command: str, block: Block, page: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", NAMES)
-def test_files_for_a_shell_or_a_cluster_can_be_parsed(page: str) -> None:
-    for block in blocks((ROOT / page).read_text()):
+def test_files_for_a_shell_or_a_cluster_can_be_parsed() -> None:
+    found = [(page, block) for page in NAMES for block in blocks((ROOT / page).read_text())]
+    for page, block in found:
         if block.language == "yaml":
             assert yaml.safe_load(block.text), f"{page}:{block.line}"
         elif block.language == "bash":
@@ -233,9 +233,6 @@ def test_blocks_are_found_with_their_lines_and_files() -> None:
         Block("python", "x = 1\n", 4),
         Block("python", "y = '''\n```\n'''\n", 10, "a.py"),
     ]
-
-
-def test_only_lines_with_a_dollar_are_commands() -> None:
     assert commands(Block("console", "$ reknit ls\nstep 1\n$ true\n", 1)) == ["reknit ls", "true"]
 
 

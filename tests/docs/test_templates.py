@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pytest
 import yaml
 
 from tests.docs.pages import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FOLDER = ROOT / ".github"
 FORMS = sorted(path for path in (FOLDER / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 FILES = re.compile(r"`((?:docs|scripts|changelog\.d|[A-Z]+\.md)[\w./-]*)`")
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_a_form_has_questions_with_names_of_their_own(path: Path) -> None:
-    form: dict[str, Any] = yaml.safe_load(path.read_text())
-    assert form["name"]
-    assert form["description"]
-    questions = [part for part in form["body"] if part["type"] != "markdown"]
-    assert all(part["attributes"]["label"] for part in questions)
-    names = [part["id"] for part in questions]
-    assert len({*names}) == len(names) > 0
-    assert any(part.get("validations", {}).get("required") for part in questions)
-
-
-@pytest.mark.parametrize("path", [*FORMS, FOLDER / "PULL_REQUEST_TEMPLATE.md"], ids=lambda path: path.stem)
-def test_the_files_that_a_template_names_exist(path: Path) -> None:
-    assert [name for name in FILES.findall(path.read_text()) if not (ROOT / name).exists()] == []
-
-
-def test_there_is_a_form_for_each_kind_of_issue() -> None:
+def test_there_is_a_form_for_each_kind_of_issue_whose_questions_have_names_of_their_own() -> None:
+    for path in FORMS:
+        form: dict[str, Any] = yaml.safe_load(path.read_text())
+        assert form["name"], path
+        assert form["description"], path
+        questions = [part for part in form["body"] if part["type"] != "markdown"]
+        assert all(part["attributes"]["label"] for part in questions), path
+        names = [part["id"] for part in questions]
+        assert len({*names}) == len(names) > 0, path
+        assert any(part.get("validations", {}).get("required") for part in questions), path
     assert [path.stem for path in FORMS] == ["bug", "feature", "question"]
     assert yaml.safe_load((FOLDER / "ISSUE_TEMPLATE/config.yml").read_text()) == {
         "blank_issues_enabled": False
     }
+
+
+def test_the_files_that_a_template_names_exist() -> None:
+    paths = [*FORMS, FOLDER / "PULL_REQUEST_TEMPLATE.md"]
+    named = [(path.name, name) for path in paths for name in FILES.findall(path.read_text())]
+    assert [(path, name) for path, name in named if not (ROOT / name).exists()] == []

@@ -135,33 +135,30 @@ BAD: dict[str, Callable[[Path, threading.Event], Any]] = {
 }
 
 
-@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("name", BAD)
-def test_a_save_beside_a_bad_sink_is_committed(
-    name: str, wait: bool, tmp_path: Path, free: threading.Event
-) -> None:
-    def save(step: int) -> None:
+def test_a_save_beside_a_bad_sink_is_committed(name: str, tmp_path: Path, free: threading.Event) -> None:
+    def save(step: int, wait: bool) -> None:
         options = reknit.SaveOptions(events=events)
         reknit.save(tmp_path / f"{step}", STATE, step=step, wait=wait, options=options).result(LIMIT_S)
 
     events = BAD[name](tmp_path, free)
-    for step in (1, 2):
-        assert ends(partial(save, step))
+    for step, wait in enumerate((True, True, False, False)):
+        assert ends(partial(save, step, wait))
         target = {"model": {"w": np.zeros(1000, np.float32)}}
         reknit.load(tmp_path / f"{step}", target, options=reknit.LoadOptions(events=events))
         assert np.array_equal(target["model"]["w"], STATE["model"]["w"])
-    if not wait:
-        assert reknit.close(LIMIT_S)
+    assert reknit.close(LIMIT_S)
 
 
-@pytest.mark.parametrize("sink", [Failing, WrongAttributes, WrongRepr, Leaving])
-def test_the_thread_of_a_bad_sink_goes_on(sink: type[Plain], caplog: pytest.LogCaptureFixture) -> None:
-    outlet = Outlet(bad := sink())
-    for _ in range(3):
-        outlet.put(phase("write"))
-        assert outlet.flush(LIMIT_S)
-    assert outlet.busy
-    assert (f"events are lost: the sink {shown(bad)}" in caplog.text) == (sink in (Failing, Leaving))
+def test_the_thread_of_a_bad_sink_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    for bad in (Failing(), WrongAttributes(), WrongRepr(), Leaving()):
+        outlet = Outlet(bad)
+        for _ in range(3):
+            outlet.put(phase("write"))
+            assert outlet.flush(LIMIT_S), shown(bad)
+        assert outlet.busy, shown(bad)
+        is_told = f"events are lost: the sink {shown(bad)}" in caplog.text
+        assert is_told == isinstance(bad, (Failing, Leaving)), shown(bad)
 
 
 def test_a_full_disk_takes_no_save(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import pytest
-
 from reknit.monitor.host_memory import available_nbytes
 
 if TYPE_CHECKING:
@@ -33,18 +31,14 @@ def group_v1(folder: Path, *, limit: int, usage: int, cold: int = 0) -> None:
     write(folder / "memory.stat", f"inactive_file 999999\ntotal_inactive_file {cold}")
 
 
-def test_without_control_groups_the_machine_says_what_is_free(tmp_path: Path) -> None:
-    machine(tmp_path, free_kib=1000, groups="")
-    assert available_nbytes(tmp_path) == 1_024_000
-
-
-@pytest.mark.parametrize("tight", ["job/rank", "job", "."])
-def test_the_tightest_control_group_on_the_way_up_counts(tight: str, tmp_path: Path) -> None:
+def test_the_tightest_control_group_on_the_way_up_counts(tmp_path: Path) -> None:
     machine(tmp_path, free_kib=1000, groups="0::/job/rank")
-    for name in ("job/rank", "job", "."):
-        group(tmp_path / "sys/fs/cgroup" / name, limit="max", usage=10)
-    group(tmp_path / "sys/fs/cgroup" / tight, limit=5000, usage=2000, cold=300)
-    assert available_nbytes(tmp_path) == 3300
+    names = ("job/rank", "job", ".")
+    for tight in names:
+        for name in names:
+            group(tmp_path / "sys/fs/cgroup" / name, limit="max", usage=10)
+        group(tmp_path / "sys/fs/cgroup" / tight, limit=5000, usage=2000, cold=300)
+        assert available_nbytes(tmp_path) == 3300, tight
 
 
 def test_a_container_that_is_told_its_path_on_the_host_finds_its_limit_at_the_top(tmp_path: Path) -> None:
@@ -61,14 +55,13 @@ def test_control_groups_of_the_first_version_count_too(tmp_path: Path) -> None:
     assert available_nbytes(tmp_path) == 4050
 
 
-def test_a_group_without_limit_leaves_what_the_machine_has(tmp_path: Path) -> None:
+def test_a_group_without_limit_leaves_what_the_machine_has_and_one_beyond_its_limit_nothing(
+    tmp_path: Path,
+) -> None:
     machine(tmp_path, free_kib=1000, groups="0::/job")
+    assert available_nbytes(tmp_path) == 1_024_000
     group(tmp_path / "sys/fs/cgroup/job", limit="max", usage=10)
     assert available_nbytes(tmp_path) == 1_024_000
-
-
-def test_a_group_beyond_its_limit_leaves_nothing(tmp_path: Path) -> None:
-    machine(tmp_path, free_kib=1000, groups="0::/job")
     group(tmp_path / "sys/fs/cgroup/job", limit=1000, usage=1500)
     assert available_nbytes(tmp_path) == 0
 

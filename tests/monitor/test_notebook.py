@@ -6,8 +6,6 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from reknit.monitor.phase import Recorder
 from reknit.monitor.progress import Intervals, progress
 from reknit.monitor.progress_display import notebook_line
@@ -15,6 +13,8 @@ from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import pytest
 
 
 class Cell:
@@ -73,11 +73,10 @@ def test_progress_is_one_line_below_the_cell_and_gone_in_the_end(monkeypatch: py
     assert reported[-1] == ""
 
 
-@pytest.mark.parametrize("shell", [None, SimpleNamespace(), SimpleNamespace(kernel=None)])
-def test_a_process_without_a_notebook_has_no_such_line(
-    monkeypatch: pytest.MonkeyPatch, shell: object
-) -> None:
-    install(monkeypatch, shell)
-    assert notebook_line() is None
-    monkeypatch.delitem(sys.modules, "IPython")
-    assert notebook_line() is None
+def test_a_process_without_a_notebook_has_no_such_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[object] = [None, SimpleNamespace(), SimpleNamespace(kernel=None)]
+    for shell in cases:
+        install(monkeypatch, shell)
+        assert notebook_line() is None, shell
+        monkeypatch.delitem(sys.modules, "IPython")
+        assert notebook_line() is None, shell

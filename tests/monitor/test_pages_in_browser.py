@@ -63,17 +63,14 @@ def test_the_checks_notice_a_wide_element_and_a_pale_text(tab: Any) -> None:
     assert [found.split(":")[0] for found in bad_contrasts(tab)] == ["P pale"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280, 3840])
-def test_nothing_sticks_out_and_every_text_is_readable(
-    tab: Any, report: str, width: int, scheme: str
-) -> None:
-    tab.set_viewport_size({"width": width, "height": 900})
-    tab.emulate_media(color_scheme=scheme)
-    tab.goto(report)
-    tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
-    assert sticking_out(tab) == []
-    assert bad_contrasts(tab) == []
+def test_nothing_sticks_out_and_every_text_is_readable(tab: Any, report: str) -> None:
+    for width, scheme in ((390, "light"), (390, "dark"), (1280, "light"), (3840, "dark")):
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.emulate_media(color_scheme=scheme)
+        tab.goto(report)
+        tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+        assert sticking_out(tab) == [], (width, scheme)
+        assert bad_contrasts(tab) == [], (width, scheme)
 
 
 def test_the_summary_comes_first_and_the_tables_last(tab: Any, report: str) -> None:
@@ -136,11 +133,11 @@ def test_a_print_is_on_white_and_has_all_tables(tab: Any, report: str) -> None:
     assert tab.locator("details:not([open])").count() > 0
 
 
-def test_nine_thousand_ranks_are_shown_by_host_and_one_by_one(tab: Any, tmp_path: Path) -> None:
+def test_thousands_of_ranks_are_shown_by_host_and_one_by_one(tab: Any, tmp_path: Path) -> None:
     names = ("collect", "plan", "stage", "write")
     events = [
         record(name, rank, n, 0.5, nbytes=1 << 20 if name == "write" else 0)
-        for rank in range(9_000)
+        for rank in range(3_000)
         for n, name in enumerate(names)
     ]
     shown = tmp_path / "report.html"
@@ -149,7 +146,7 @@ def test_nine_thousand_ranks_are_shown_by_host_and_one_by_one(tab: Any, tmp_path
     tab.goto(shown.as_uri())
     assert tab.locator("#rows").input_value() == "hosts"
     assert tab.evaluate("lines.length") <= 160
-    assert tab.evaluate("cells.length") == 9_000
+    assert tab.evaluate("cells.length") == 3_000
     tab.locator("#rows").select_option("last")
-    assert tab.locator("#shown").text_content() == "1 to 40 of 9000"
+    assert tab.locator("#shown").text_content() == "1 to 40 of 3000"
     assert sticking_out(tab) == []

@@ -98,24 +98,14 @@ def test_a_log_gets_lines_at_intervals_and_none_after_the_end(lines: Lines) -> N
     assert {(record.name, record.levelno) for record in lines.reported} == {("reknit", logging.INFO)}
 
 
-@pytest.mark.parametrize(
-    ("recorder", "wanted", "intervals"),
-    [
-        (Recorder("load"), True, NEVER),
-        (Recorder("load", rank=1), True, QUICK),
-        (Recorder("load"), False, QUICK),
-    ],
-    ids=["short", "other rank", "not wanted"],
-)
-def test_nothing_is_told_of_what_is_short_on_other_ranks_or_unwanted(
-    lines: Lines, recorder: Recorder, wanted: bool, intervals: Intervals
-) -> None:
-    threads = Threads()
-    with progress(recorder, threads.start, wanted=wanted, intervals=intervals):
-        pass
-    threads.join()
-    assert bool(threads.started) == (intervals is NEVER)
-    assert lines.reported == []
+def test_nothing_is_told_of_what_is_short_on_other_ranks_or_unwanted(lines: Lines) -> None:
+    for rank, wanted, intervals in ((0, True, NEVER), (1, True, QUICK), (0, False, QUICK)):
+        threads = Threads()
+        with progress(Recorder("load", rank=rank), threads.start, wanted=wanted, intervals=intervals):
+            pass
+        threads.join()
+        assert bool(threads.started) == (intervals is NEVER)
+        assert lines.reported == [], (rank, wanted)
 
 
 def interrupted(lines: Lines, threads: Threads) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +13,8 @@ def line(moved: int, expected: int, speed: float | None = None, idle_s: float = 
     return describe("load", "ck/step_5", Standing(moved, expected, idle_s, doing), speed, None)
 
 
-@pytest.mark.parametrize(
-    ("reported", "expected"),
-    [
+def test_a_line_says_what_has_come_and_how_long_it_takes() -> None:
+    for reported, expected in [
         (
             line(int(3.2 * GIB), int(7.8 * GIB), 1.9 * GIB),
             "load from ck/step_5: 41 % (3.2 of 7.8 GiB), 1.9 GiB/s, about 2 s left",
@@ -33,10 +31,8 @@ def line(moved: int, expected: int, speed: float | None = None, idle_s: float = 
             "load from ck/step_5: 0 % (0.0 of 7.0 KiB), 1 B/s, about 2 h 0 min left",
         ),
         (line(0, 300, 1.0), "load from ck/step_5: 0 % (0 of 300 B), 1 B/s, about 5 min left"),
-    ],
-)
-def test_a_line_says_what_has_come_and_how_long_it_takes(reported: str, expected: str) -> None:
-    assert reported == expected
+    ]:
+        assert reported == expected
 
 
 def test_a_save_goes_to_a_path_whose_letters_cannot_steer_a_terminal() -> None:
@@ -59,17 +55,7 @@ def test_a_line_fits_and_keeps_the_end_of_its_path(
         assert whole.endswith(reported.removeprefix("load from ..."))
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        ((1 << 20) - 1, "1.0 MiB"),
-        (5 << 30, "5.0 GiB"),
-        (1 << 70, "1048576.0 PiB"),
-    ],
-)
-def test_bytes_are_told_in_the_largest_unit_that_fits(nbytes: int, text: str) -> None:
-    assert amount(nbytes) == text
+def test_bytes_are_told_in_the_largest_unit_that_fits() -> None:
+    texts = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", (1 << 20) - 1: "1.0 MiB"}
+    texts |= {5 << 30: "5.0 GiB", 1 << 70: "1048576.0 PiB"}
+    assert {nbytes: amount(nbytes) for nbytes in texts} == texts

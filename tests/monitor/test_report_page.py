@@ -63,14 +63,14 @@ def test_a_page_of_very_many_names_steps_and_axes_stays_small(tmp_path: Path) ->
     assert len(page(last)) < 2 * MIB
 
 
-def test_a_page_of_ten_thousand_ranks_in_many_phases_stays_small() -> None:
-    events = [record(name, rank, n, 0.5) for n, name in enumerate("abcdefgh") for rank in range(10_000)]
-    older = [recorded(*(record("a", rank, 0, 1) for rank in range(2_000)))] * 20
+def test_a_page_of_thousands_of_ranks_in_many_phases_stays_small() -> None:
+    events = [record(name, rank, n, 0.5) for n, name in enumerate("abcdefgh") for rank in range(4_000)]
+    older = [recorded(*(record("a", rank, 0, 1) for rank in range(1_000)))] * 20
     text = page([*older, recorded(*events)])
-    assert len(text) < 3 * MIB
+    assert len(text) < 2 * MIB
     operations = data_of(text)["operations"]
     last = operations[-1]["detail"]["bars"]
-    assert len(column(last["rank"], "<u2")) == 80_000
+    assert len(column(last["rank"], "<u2")) == 32_000
     assert last["left_out"] == 0
     assert "detail" in operations[-2]
 
@@ -185,16 +185,16 @@ def lab(linear: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
 
 
-@pytest.mark.parametrize("who", SEEN)
-def test_ten_phases_have_colours_that_people_tell_apart_and_see_on_white_and_on_black(who: str) -> None:
+def test_ten_phases_have_colours_that_people_tell_apart_and_see_on_white_and_on_black() -> None:
     (line,) = re.findall(r"const LANES = \[(.*)\]", page([]))
     colours = re.findall(r"#(\w{6})", line)
     assert len(colours) == 10
     shares = np.array([list(bytes.fromhex(colour)) for colour in colours]) / 255
     linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
-    seen = lab(np.clip(linear @ np.transpose(SEEN[who]), 0, 1))
-    apart = np.linalg.norm(seen[:, None] - seen, axis=2)
-    assert apart[~np.eye(10, dtype=bool)].min() > 15
+    for who, matrix in SEEN.items():
+        seen = lab(np.clip(linear @ np.transpose(matrix), 0, 1))
+        apart = np.linalg.norm(seen[:, None] - seen, axis=2)
+        assert apart[~np.eye(10, dtype=bool)].min() > 15, who
     brightness = linear @ [0.2126, 0.7152, 0.0722]
     assert (1.05 / (brightness + 0.05)).min() > 1.5, "on white"
     assert ((brightness + 0.05) / 0.056).min() > 1.5, "on the black of a browser"

@@ -80,14 +80,15 @@ def test_duckdb_has_all_that_a_save_told_and_reports_read_it(
     assert found == (2,)
 
 
-@pytest.mark.parametrize(("sink", "suffix"), [(sinks.JsonLines, ".jsonl"), (sinks.DuckDB, ".duckdb")])
-def test_each_record_is_read_once_as_it_was_written(sink: Any, suffix: str, tmp_path: Path) -> None:
-    pytest.importorskip("duckdb")
-    path, files = tmp_path / f"events{suffix}", RecordFiles()
-    for invalid in (1, 2):
-        sink(path).take([*A_SAVE, phase("write", behind_s=1e300)])
-        assert sorted(files.read(path), key=str) == sorted(A_SAVE, key=str)
-        assert files.num_invalid == invalid
+def test_each_record_is_read_once_as_it_was_written(tmp_path: Path) -> None:
+    cases: list[tuple[Any, str]] = [(sinks.JsonLines, ".jsonl"), (sinks.DuckDB, ".duckdb")]
+    for sink, suffix in cases:
+        pytest.importorskip("duckdb")
+        path, files = tmp_path / f"events{suffix}", RecordFiles()
+        for invalid in (1, 2):
+            sink(path).take([*A_SAVE, phase("write", behind_s=1e300)])
+            assert sorted(files.read(path), key=str) == sorted(A_SAVE, key=str), sink
+            assert files.num_invalid == invalid, sink
 
 
 def test_duckdb_has_the_rest_of_a_batch_with_a_wrong_record(tmp_path: Path) -> None:
@@ -178,11 +179,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield mounted
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3_000, "a\0b", "a" * 5_000 + "/", "file.jsonl/x"])
-def test_a_path_that_no_file_can_have_is_told_at_once(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file.jsonl").touch()
-    with pytest.raises(reknit.StorageError, match="cannot append to the event file"):
-        sinks.JsonLines(f"{tmp_path}/{name}")
+def test_a_path_that_no_file_can_have_is_told_at_once(tmp_path: Path) -> None:
+    for name in ("a" * 300, "a/" * 3_000, "a\0b", "a" * 5_000 + "/", "file.jsonl/x"):
+        (tmp_path / "file.jsonl").touch()
+        with pytest.raises(reknit.StorageError, match="cannot append to the event file"):
+            sinks.JsonLines(f"{tmp_path}/{name}")
 
 
 @pytest.mark.parametrize("kind", ["lines", "database"])
@@ -346,10 +347,11 @@ def test_wandb_has_the_figures_on_an_axis_of_their_own(
         run.finish()
 
 
-@pytest.mark.parametrize("make", [lambda: sinks.TensorBoard(None), lambda: sinks.WandB(3)])
-def test_what_is_no_tracker_is_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(reknit.UsageError):
-        make()
+def test_what_is_no_tracker_is_refused() -> None:
+    cases: list[Callable[[], object]] = [lambda: sinks.TensorBoard(None), lambda: sinks.WandB(3)]
+    for make in cases:
+        with pytest.raises(reknit.UsageError):
+            make()
 
 
 def test_an_own_phase_is_a_figure_of_its_own() -> None:
@@ -363,21 +365,17 @@ def test_an_own_phase_is_a_figure_of_its_own() -> None:
     assert reported == [("reknit/training/evaluate_s", 1.0, 3)]
 
 
-@pytest.mark.parametrize(
-    ("package", "make"),
-    [
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[str, Callable[[], object]]] = [
         ("duckdb", lambda: sinks.DuckDB("x.duckdb")),
         ("prometheus_client", sinks.Prometheus),
         ("opentelemetry", sinks.OpenTelemetry),
         ("mlflow", sinks.MLflow),
-    ],
-)
-def test_what_is_not_installed_is_named(
-    package: str, make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match="needs the package"):
-        make()
+    ]
+    for package, make in cases:
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(MissingExtraError, match="needs the package"):
+            make()
 
 
 def test_many_saves_that_never_end_leave_little_behind() -> None:

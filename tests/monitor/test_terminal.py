@@ -107,15 +107,12 @@ def test_ctrl_c_leaves_a_clean_line() -> None:
     assert ERASE not in reported
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment"), [(["--no-rich"], {}), ([], {"TERM": "dumb"})], ids=["no rich", "dumb"]
-)
-def test_without_rich_and_on_a_dumb_terminal_nothing_is_shown(
-    arguments: list[str], environment: dict[str, str]
-) -> None:
-    shown, printed = finish(begin(*arguments, **environment), "")
-    assert printed.startswith("saved")
-    assert shown == ""
+def test_without_rich_and_on_a_dumb_terminal_nothing_is_shown() -> None:
+    cases: list[tuple[list[str], dict[str, str]]] = [(["--no-rich"], {}), ([], {"TERM": "dumb"})]
+    for arguments, environment in cases:
+        shown, printed = finish(begin(*arguments, **environment), "")
+        assert printed.startswith("saved"), arguments
+        assert shown == "", arguments
 
 
 class WritesOnly:

@@ -82,10 +82,6 @@ def test_a_run_at_night_has_no_budgets(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout
 
 
-def test_a_run_within_its_budgets_is_green(tmp_path: Path) -> None:
-    assert pytest_in(tmp_path, cheap="def test_nothing(): pass").returncode == 0
-
-
 def test_a_server_that_the_budget_does_not_have_is_named() -> None:
     cost = Cost(processes=3, servers={"s3", "hdfs"})
     assert cost.beyond(Budget(processes=3, servers=("s3", "hdfs", "gcs"))) == []
@@ -129,7 +125,8 @@ def test_no_process_of_tests_imports_jax() -> None:
     tests = Path(__file__).parents[1]
     found = []
     for path in sorted([*tests.rglob("test_*.py"), *tests.rglob("conftest.py")]):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "jax" in text else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [f"{path.relative_to(tests)}: {name}" for name in names if name.split(".")[0] == "jax"]
