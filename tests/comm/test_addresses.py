@@ -143,7 +143,7 @@ LO = ["127.0.0.1", "::1"]
 def test_a_made_up_host_tells_the_address_at_which_others_can_reach_it(made_up: Any) -> None:
     debian, named = {"node-7": ["127.0.1.1"]}, {"node-7": ["127.0.1.1", "10.1.0.7"]}
     bridges = {"docker0": ["172.17.0.1"], "br-12ab": ["172.18.0.1"]}
-    for why, interfaces, names, down, told in (
+    for why, interfaces, names, down, expected in (
         ("its name leads to loopback", {"eth0": ["fe80::1%eth0", "10.0.0.7"]}, debian, [], "10.0.0.7"),
         ("its name", {"eth0": ["10.0.0.7"], "ib0": ["10.1.0.7"]}, named, [], "10.1.0.7"),
         ("the first that is up", {"eth0": ["10.0.0.7"], "eth1": ["10.1.0.7"]}, {}, ["eth0"], "10.1.0.7"),
@@ -152,7 +152,7 @@ def test_a_made_up_host_tells_the_address_at_which_others_can_reach_it(made_up: 
         ("only IPv6", {"eth0": ["fe80::1%eth0", "2001:db8::7"]}, {}, [], "[2001:db8::7]"),
     ):  # fmt: skip
         made_up({"lo": LO} | interfaces, names, down)
-        assert addresses(PLAIN, one_host=False) == (told, told), why
+        assert addresses(PLAIN, one_host=False) == (expected, expected), why
 
 
 def test_a_chosen_interface_tells_its_address_and_that_of_ipv4_before_that_of_ipv6(made_up: Any) -> None:

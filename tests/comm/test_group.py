@@ -128,10 +128,10 @@ def test_an_error_a_bug_or_an_interrupt_of_one_rank_ends_the_round_of_all(where:
         else:
             ends.append(own)
             assert isinstance(error, ReknitError) or own.__cause__ is error
-        for heard in ends:
-            assert type(heard) is (MismatchError if isinstance(error, ReknitError) else ReknitError)
-            assert ("unlike" if isinstance(error, ReknitError) else type(error).__name__) in heard.message
-            assert where == "merge" or (heard.rank, heard.phase) == (culprit, "plan")
+        for raised in ends:
+            assert type(raised) is (MismatchError if isinstance(error, ReknitError) else ReknitError)
+            assert ("unlike" if isinstance(error, ReknitError) else type(error).__name__) in raised.message
+            assert where == "merge" or (raised.rank, raised.phase) == (culprit, "plan")
         assert in_step(groups)
 
 

@@ -155,6 +155,7 @@ def stray_calls(group: TreeGroup) -> dict[str, tuple[str, bytes]]:
         "hello, other tree": ("hello", hello(digest="digest")),
         "hello, other job": ("hello", hello(job="other")),
         "hello, older run": ("hello", hello(newer=-1)),
+        "hello, no child": ("hello", hello(0)),
         "watch, taken": ("watch", hello()),
         "watch, other run": ("watch", hello(newer=1)),
         "watch, nothing": ("watch", b""),
