@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -393,15 +392,6 @@ def test_a_child_that_is_a_round_ahead_fails_this_round_and_is_waited_for_in_its
     assert outcomes[1].answers.payloads(1) == [b"for 1"]
 
 
-def test_a_child_that_stops_waiting_before_the_end_fails_the_round_at_once() -> None:
-    machine = new_machine()
-    machine.receive_report(whole(1), 0)
-    machine.child_left(1, 0, 0)
-    effects = machine.enter(call(), 0)
-    assert "rank 1 left round 0 ('plan')" in raised(ended(effects)).message
-    assert "rank 1 left round 0" in raised(reported(effects)[1]).message
-
-
 def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_deep_it_is() -> None:
     for by_word in (True, False):
         root, middle, inner = (new_machine(rank=rank, size=4, fan_out=1) for rank in range(3))
@@ -437,16 +427,6 @@ def test_a_report_of_failure_that_arrives_twice_is_refused_the_second_time() -> 
     failure = place().report(1, error=CommError("mine"))
     assert machine.receive_report(failure, 0) == []
     assert "took part in it before" in refusal(machine.receive_report(failure, 0)).message
-
-
-def test_a_child_that_hangs_up_after_its_answer_did_nothing_wrong() -> None:
-    machine = new_machine(size=2)
-    machine.receive_report(whole(1), 0)
-    machine.enter(call(), 0)
-    assert reported(machine.decided(0, [b"", b"yes"], 0))[1].answers.payloads(1) == [b"yes"]
-    assert machine.child_left(1, 0, 0) == []
-    machine.receive_report(whole(1, 1), 0)
-    assert machine.enter(call(), 0) == [Decide(1, [b"own", b"x"])]
 
 
 def test_an_error_below_is_reported_above_without_waiting_for_the_others() -> None:
@@ -564,13 +544,6 @@ def test_a_decision_that_fails_or_has_too_many_or_too_few_answers_fails_the_roun
         effects = machine.decided(number, answers, 0)
         assert type(raised(ended(effects))) is type(raised(reported(effects)[1]))
         assert type(raised(ended(effects))) is (ProtocolError if number else MismatchError)
-
-
-def test_a_second_round_at_once_is_refused() -> None:
-    machine = new_machine()
-    machine.enter(call(), 0)
-    with pytest.raises(ProtocolError, match="two threads of rank 0"):
-        machine.enter(call(), 0)
 
 
 def test_a_merge_that_fails_fails_the_round_for_all() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import pytest
@@ -138,9 +138,10 @@ def connected(settings: CommOptions) -> None:
 def test_a_file_that_is_not_there_is_named(ours: Authority, tmp_path: Path) -> None:
     good = ours.issue("a.example")
     for name in ("ca", "certificate", "key"):
+        absent: dict[str, Any] = {name: tmp_path / "absent"}
         for use in (opened, connected):
             with pytest.raises(UsageError, match=rf"tls\.{name} cannot be read: No such file") as caught:
-                use(options(dataclasses.replace(good, **{name: str(tmp_path / "absent")})))
+                use(options(dataclasses.replace(good, **absent)))
             assert caught.value.path == str(tmp_path / "absent")
 
 
@@ -150,9 +151,10 @@ def test_files_that_hold_something_else_are_refused(ours: Authority, tmp_path: P
     with pytest.raises(UsageError, match=r"tls\.ca holds no certificate"):
         connected(options(dataclasses.replace(good, ca=tmp_path / "text")))
     wrong, other = tmp_path / "text", ours.issue("b.example").key
-    for bad in ({"certificate": wrong}, {"key": wrong}, {"key": other}):
+    for name, bad in (("certificate", wrong), ("key", wrong), ("key", other)):
+        paths: dict[str, Any] = {name: bad}
         with pytest.raises(UsageError, match=r"tls\.certificate and tls\.key do not match"):
-            opened(options(dataclasses.replace(good, **bad)))
+            opened(options(dataclasses.replace(good, **paths)))
 
 
 ENCRYPT = """

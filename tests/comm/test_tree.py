@@ -52,18 +52,23 @@ def test_ranks_join_through_a_shared_folder_and_deeper_than_one_level(tmp_path: 
 def test_megabytes_travel_up_and_down() -> None:
     with tree_world(4) as groups:
         for payload in (bytes(3 * MIB), os.urandom(3 * MIB)):
-            gathered = run_ranks(4, lambda group, up=payload: gather(group, "up", up, 30), groups=groups)
-            assert gathered[0] == [payload] * 4
-            sent = run_ranks(4, lambda group, down=payload: broadcast(group, "down", down, 30), groups=groups)
-            assert sent == [payload] * 4
+
+            def both(group: Group, payload: bytes = payload) -> tuple[list[bytes] | None, bytes]:
+                return gather(group, "up", payload, 30), broadcast(group, "down", payload, 30)
+
+            first, *others = run_ranks(4, both, groups=groups)
+            assert first == ([payload] * 4, payload)
+            assert others == [(None, payload)] * 3
 
 
 def test_requests_or_answers_that_are_too_large_fail_on_all_ranks_and_say_where() -> None:
     with tree_world(5, max_message_nbytes=10_000) as groups:
         for culprit in (1, 4):
-            errors = endings(
-                groups, lambda group, one=culprit: ask(group, request=bytes(20_000 * (group.rank == one)))
-            )
+
+            def run(group: Group, culprit: int = culprit) -> bytes:
+                return ask(group, request=bytes(20_000 * (group.rank == culprit)))
+
+            errors = endings(groups, run)
             assert [type(error) for error in errors] == [CommError] * 5
             for error in errors:
                 assert f"rank {culprit} and the ranks below it" in error.message

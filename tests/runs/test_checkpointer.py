@@ -89,16 +89,6 @@ def test_a_run_goes_on_where_it_was_and_keeps_what_it_was_told_to(tmp_path: Path
         assert old["model"]["count"] == 11
 
 
-def test_saves_in_the_background_are_committed_at_the_end_and_pruned(tmp_path: Path) -> None:
-    held = state()
-    with Checkpointer(tmp_path, save=every(2), keep=latest(1)) as run:
-        for step in range(run.resume(held), 9):
-            held["model"]["w"] += 1
-            pending = run.save(step, held)
-            assert (pending is not None) == (step in (2, 4, 6, 8))
-    assert numbers(tmp_path) == [8]
-
-
 def test_force_saves_whatever_the_policy_says_and_a_step_only_once(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, save=at(1), wait=True) as run:
         assert run.save(0, state()) is None

@@ -107,7 +107,9 @@ def test_a_signal_that_nobody_can_watch_for_is_a_wrong_call_and_leaves_no_handle
     assert signal.getsignal(signal.SIGUSR1) is mine
 
 
-@pytest.mark.parametrize(("graces", "saves"), [((3600, None), True), ((3600, 0.001), False)])
+@pytest.mark.parametrize(
+    ("graces", "saves"), [((3600, None), True), ((3600, 0.001), False), ((0.001, None), False)]
+)
 def test_ranks_that_end_before_a_save_can_be_committed_save_nothing_and_the_log_says_so(
     graces: tuple[float, float | None], saves: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -246,14 +246,6 @@ def test_what_a_save_under_way_has_written_stays(root: Path) -> None:
     assert (folder / "model").is_dir()
 
 
-def test_a_step_that_lies_elsewhere_stays_there(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    archive = tmp_path_factory.mktemp("archive")
-    shutil.move(root / "step_00000001", archive / "1")
-    (root / "step_00000001").symlink_to(archive / "1")
-    assert pruned(root, latest(1)) == [2, 3]
-    assert reknit.verify(archive / "1", "data").ok
-
-
 def test_a_step_with_a_save_to_it_under_way_stays_and_that_is_logged(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
