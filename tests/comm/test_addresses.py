@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from reknit.comm.meeting import addresses as module
-from reknit.comm.meeting.addresses import Address, addresses, bracketed, is_loopback
+from reknit.comm.meeting.addresses import Address, addresses, is_loopback
 from reknit.errors import CommError, UsageError
 from reknit.options import CommOptions
 
@@ -42,11 +42,11 @@ def test_a_chosen_address_is_listened_on_and_told_to_others() -> None:
     assert addresses(CommOptions(bind="[::1]"), one_host=False) == ("[::1]", "[::1]")
 
 
-@pytest.mark.parametrize(("bind", "listens"), [("0.0.0.0", "0.0.0.0"), ("::", "[::]")])
-def test_who_listens_everywhere_tells_others_an_address_that_they_can_use(bind: str, listens: str) -> None:
-    found = addresses(CommOptions(bind=bind, interface=own(socket.AF_INET)[0][0]), one_host=False)
-    assert found == Address(own(socket.AF_INET)[0][1], listens)
-    assert addresses(CommOptions(bind=bind), one_host=True) == Address("127.0.0.1", listens)
+def test_who_listens_everywhere_tells_others_an_address_that_they_can_use() -> None:
+    name, address = own(socket.AF_INET)[0]
+    for bind, listens in (("0.0.0.0", "0.0.0.0"), ("::", "[::]")):
+        assert addresses(CommOptions(bind=bind, interface=name), one_host=False) == Address(address, listens)
+        assert addresses(CommOptions(bind=bind), one_host=True) == Address("127.0.0.1", listens)
 
 
 def test_ranks_of_one_host_use_loopback() -> None:
@@ -140,36 +140,25 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Any:
 LO = ["127.0.0.1", "::1"]
 
 
-def test_a_name_that_leads_to_loopback_as_on_debian_is_passed_over(made_up: Any) -> None:
-    made_up({"lo": LO, "eth0": ["fe80::1%eth0", "10.0.0.7"]}, {"node-7": ["127.0.1.1"]})
-    assert addresses(PLAIN, one_host=False).advertised == "10.0.0.7"
+def test_a_made_up_host_tells_the_address_at_which_others_can_reach_it(made_up: Any) -> None:
+    debian, named = {"node-7": ["127.0.1.1"]}, {"node-7": ["127.0.1.1", "10.1.0.7"]}
+    bridges = {"docker0": ["172.17.0.1"], "br-12ab": ["172.18.0.1"]}
+    for why, interfaces, names, down, expected in (
+        ("its name leads to loopback", {"eth0": ["fe80::1%eth0", "10.0.0.7"]}, debian, [], "10.0.0.7"),
+        ("its name", {"eth0": ["10.0.0.7"], "ib0": ["10.1.0.7"]}, named, [], "10.1.0.7"),
+        ("the first that is up", {"eth0": ["10.0.0.7"], "eth1": ["10.1.0.7"]}, {}, ["eth0"], "10.1.0.7"),
+        ("no bridge", bridges | {"eth0": ["fd00::7"]}, {}, [], "[fd00::7]"),
+        ("only bridges", bridges, {}, [], "172.17.0.1"),
+        ("only IPv6", {"eth0": ["fe80::1%eth0", "2001:db8::7"]}, {}, [], "[2001:db8::7]"),
+    ):  # fmt: skip
+        made_up({"lo": LO} | interfaces, names, down)
+        assert addresses(PLAIN, one_host=False) == (expected, expected), why
 
 
-def test_a_name_that_leads_to_an_address_is_followed(made_up: Any) -> None:
-    made_up({"lo": LO, "eth0": ["10.0.0.7"], "ib0": ["10.1.0.7"]}, {"node-7": ["127.0.1.1", "10.1.0.7"]})
-    assert addresses(PLAIN, one_host=False).advertised == "10.1.0.7"
-
-
-def test_a_host_without_a_name_takes_its_first_interface_that_is_up(made_up: Any) -> None:
-    made_up({"lo": LO, "eth0": ["10.0.0.7"], "eth1": ["10.1.0.7"]}, down=["eth0"])
-    assert addresses(PLAIN, one_host=False).advertised == "10.1.0.7"
-
-
-def test_bridges_of_containers_come_last(made_up: Any) -> None:
-    made_up({"docker0": ["172.17.0.1"], "br-12ab": ["172.18.0.1"], "lo": LO, "eth0": ["fd00::7"]})
-    assert addresses(PLAIN, one_host=False).advertised == "[fd00::7]"
-    made_up({"docker0": ["172.17.0.1"], "lo": LO})
-    assert addresses(PLAIN, one_host=False).advertised == "172.17.0.1"
-
-
-def test_a_host_with_ipv6_only_tells_its_address_in_brackets(made_up: Any) -> None:
+def test_a_chosen_interface_tells_its_address_and_that_of_ipv4_before_that_of_ipv6(made_up: Any) -> None:
     made_up({"lo": ["::1"], "eth0": ["fe80::1%eth0", "2001:db8::7"]})
-    assert addresses(PLAIN, one_host=False) == ("[2001:db8::7]", "[2001:db8::7]")
     assert addresses(PLAIN, one_host=True) == ("[::1]", "[::1]")
     assert addresses(CommOptions(interface="eth0"), one_host=False).advertised == "[2001:db8::7]"
-
-
-def test_an_interface_with_both_kinds_of_address_gives_that_of_ipv4(made_up: Any) -> None:
     made_up({"eth0": ["2001:db8::7", "10.0.0.7"]})
     assert addresses(CommOptions(interface="eth0"), one_host=False).advertised == "10.0.0.7"
 
@@ -201,15 +190,6 @@ def test_interfaces_that_cannot_be_listed_are_a_comm_error(monkeypatch: pytest.M
     monkeypatch.setattr(psutil, "net_if_addrs", refuse)
     with pytest.raises(CommError, match="cannot be listed"):
         addresses(CommOptions(interface="eth0"), one_host=False)
-
-
-def test_brackets_are_put_around_ipv6_once() -> None:
-    assert [bracketed(host) for host in ("::1", "[::1]", "10.0.0.1", "node-7")] == [
-        "[::1]",
-        "[::1]",
-        "10.0.0.1",
-        "node-7",
-    ]
 
 
 def test_addresses_of_ipv4_within_ipv6_are_seen_through() -> None:

@@ -75,12 +75,3 @@ def test_empty_chunks_are_no_way_to_keep_a_rank_busy() -> None:
 
     with pytest.raises(ProtocolError, match=r"truncated|empty"):
         joined(stream(), LIMIT)
-
-
-def test_an_error_of_the_stream_passes_through() -> None:
-    def stream() -> Iterator[bytes]:
-        yield next(divided(bytes(CHUNK_NBYTES)))
-        raise ConnectionError("broken")
-
-    with pytest.raises(ConnectionError, match="broken"):
-        joined(stream(), LIMIT)

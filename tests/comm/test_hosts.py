@@ -41,9 +41,9 @@ def named_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "host", lambda: getattr(_where, "host", None) or real())
 
 
-@pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return FolderStore(tmp_path / "meet") if request.param == "folder" else MemoryStore()
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return FolderStore(tmp_path / "meet")
 
 
 class Asked:
@@ -372,21 +372,19 @@ class MeddlingStore(MemoryStore):
         super().set(key, self._told if key.endswith("/shape") else value)
 
 
-@pytest.mark.parametrize(
-    "reported",
-    [
+def test_anything_else_in_the_place_of_the_shape_is_refused() -> None:
+    pack = msgspec.msgpack.encode
+    for reported in (
         b"",
         b"\xc1",
-        msgspec.msgpack.encode([2, 16, 0, b"not packed", None]),
-        msgspec.msgpack.encode([2, 0, 0, zlib.compress(bytes(8)), None]),
-        msgspec.msgpack.encode([2, 16, 0, zlib.compress(bytes(4)), None]),
-        msgspec.msgpack.encode([2, 16, 0, zlib.compress(bytes(1 << 24)), None]),
-    ],
-)
-def test_anything_else_in_the_place_of_the_shape_is_refused(reported: bytes) -> None:
-    found = gather(MeddlingStore(reported), range(2), 2)
-    assert isinstance(found[1], ProtocolError)
-    assert "a wrong value" in found[1].message
+        pack([2, 16, 0, b"not packed", None]),
+        pack([2, 0, 0, zlib.compress(bytes(8)), None]),
+        pack([2, 16, 0, zlib.compress(bytes(4)), None]),
+        pack([2, 16, 0, zlib.compress(bytes(1 << 24)), None]),
+    ):
+        found = gather(MeddlingStore(reported), range(2), 2)
+        assert isinstance(found[1], ProtocolError), reported
+        assert "a wrong value" in found[1].message
 
 
 def test_anything_else_in_the_place_of_a_rank_is_refused_on_all() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -315,20 +314,6 @@ def test_messages_that_are_lost_fail_a_round_in_time_and_no_later_one(
 # One machine, message by message.
 
 
-def test_a_round_brings_the_requests_below_together_and_divides_the_answers() -> None:
-    machine = new_machine(rank=1, size=9)
-    assert machine.enter(call(request=b"1"), 0) == []
-    assert machine.receive_report(place().report(3, Parcel.of([b"3", b"7", b"8"])), 0) == []
-    report = sent(machine.receive_report(whole(4, payload=b"4"), 0))
-    assert report.requests.payloads(5) == [b"1", b"3", b"4", b"7", b"8"]
-    answers = Parcel.of([b"a1", b"a3", b"a4", b"a7", b"a8"])
-    effects = machine.receive_outcome(place().outcome(answers), 0)
-    outcomes = reported(effects)
-    assert outcomes[3].answers.payloads(3) == [b"a3", b"a7", b"a8"]
-    assert outcomes[4].answers.payloads(1) == [b"a4"]
-    assert ended(effects).answers.payloads(1) == [b"a1"]
-
-
 def test_a_report_that_repeats_one_under_way_is_refused_and_changes_nothing() -> None:
     machine = new_machine()
     machine.receive_report(whole(1, payload=b"first"), 0)
@@ -353,28 +338,22 @@ def test_a_report_of_a_round_long_over_is_answered_and_one_of_the_last_hears_why
     assert "took part in it before" in refusal(machine.receive_report(whole(1, 1), 0)).message
 
 
-@pytest.mark.parametrize(
-    ("report", "reason"),
-    [
+def test_a_report_that_does_not_belong_here_is_refused_and_changes_nothing() -> None:
+    machine = new_machine(size=4)
+    machine.enter(call(timeout_s=5), 0)
+    for report, reason in (
         (place(job="other").report(1, Parcel.of([b""])), "belongs to job 'other'"),
         (place(run=6).report(1, Parcel.of([b""])), "an older run of job 'job' than rank 0: generation 6"),
         (place(run=8).report(1, Parcel.of([b""])), "a newer run of job 'job' than rank 0: generation 8"),
         (whole(0), "does not report to"),
-        (whole(3), "does not report to"),
-        (whole(7), "does not report to"),
+        (whole(3), "does not report to"),  # a grandchild
+        (whole(7), "does not report to"),  # nobody
         (place().report(1, Parcel.of([b""] * 3)), "does not fit"),
         (place().report(1, Parcel([], [])), "does not fit"),
-    ],
-    ids=["job", "older", "newer", "itself", "grandchild", "nobody", "too many requests", "none"],
-)
-def test_a_report_that_does_not_belong_here_is_refused_and_changes_nothing(
-    report: Report, reason: str
-) -> None:
-    machine = new_machine(size=4)
-    machine.enter(call(timeout_s=5), 0)
-    error = refusal(machine.receive_report(report, 0))
-    assert type(error) is ProtocolError
-    assert reason in error.message
+    ):
+        error = refusal(machine.receive_report(report, 0))
+        assert type(error) is ProtocolError
+        assert reason in error.message
     assert "ranks 1-3 did not come" in raised(ended(machine.tick(1000))).message
 
 
@@ -396,15 +375,11 @@ def test_an_outcome_that_does_not_belong_here_changes_nothing() -> None:
     assert machine.receive_outcome(place().outcome(answer), 0) == []
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [place().outcome(Parcel.of([b""] * 2)), place(name="commit").outcome(Parcel.of([b""]))],
-    ids=["answers for two", "of another name"],
-)
-def test_answers_that_do_not_fit_fail_the_round(outcome: Outcome) -> None:
-    machine = new_machine(rank=1, size=2)
-    machine.enter(call(), 0)
-    assert type(raised(ended(machine.receive_outcome(outcome, 0)))) is ProtocolError
+def test_answers_that_do_not_fit_fail_the_round() -> None:
+    for outcome in (place().outcome(Parcel.of([b""] * 2)), place(name="commit").outcome(Parcel.of([b""]))):
+        machine = new_machine(rank=1, size=2)
+        machine.enter(call(), 0)
+        assert type(raised(ended(machine.receive_outcome(outcome, 0)))) is ProtocolError
 
 
 def test_a_child_that_is_a_round_ahead_fails_this_round_and_is_waited_for_in_its_own() -> None:
@@ -417,35 +392,23 @@ def test_a_child_that_is_a_round_ahead_fails_this_round_and_is_waited_for_in_its
     assert outcomes[1].answers.payloads(1) == [b"for 1"]
 
 
-def test_a_child_that_stops_waiting_before_the_end_fails_the_round_at_once() -> None:
-    machine = new_machine()
-    machine.receive_report(whole(1), 0)
-    machine.child_left(1, 0, 0)
-    effects = machine.enter(call(), 0)
-    assert "rank 1 left round 0 ('plan')" in raised(ended(effects)).message
-    assert "rank 1 left round 0" in raised(reported(effects)[1]).message
-
-
-@pytest.mark.parametrize("by_word", [True, False])
-def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_deep_it_is(
-    by_word: bool,
-) -> None:
-    root, inner = new_machine(size=4, fan_out=1), new_machine(rank=2, size=4, fan_out=1)
-    middle = new_machine(rank=1, size=4, fan_out=1)
-    for machine in (root, middle, inner):
-        machine.enter(call(), 0)
-    up = sent(inner.receive_report(whole(3), 0))
-    requests = [b"own", b"own", b"own", b"x"]
-    assert root.receive_report(sent(middle.receive_report(up, 0)), 0) == [Decide(0, requests)]
-    if by_word:
-        effects = inner.receive_report(place().report(3, error=round_errors.gave_up(place(), 3)), 1)
-    else:
-        effects = inner.child_left(3, 0, 1)
-    assert inner.child_left(3, 0, 1) == [], "it is reported once"
-    assert root.receive_report(sent(middle.receive_report(sent(effects), 1)), 1) == []
-    ending = root.decided(0, requests, 1)
-    assert "rank 3 left round 0" in raised(ended(ending)).message
-    assert "rank 3 left round 0" in raised(reported(ending)[1]).message
+def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_deep_it_is() -> None:
+    for by_word in (True, False):
+        root, middle, inner = (new_machine(rank=rank, size=4, fan_out=1) for rank in range(3))
+        for machine in (root, middle, inner):
+            machine.enter(call(), 0)
+        up = sent(inner.receive_report(whole(3), 0))
+        requests = [b"own", b"own", b"own", b"x"]
+        assert root.receive_report(sent(middle.receive_report(up, 0)), 0) == [Decide(0, requests)]
+        if by_word:
+            effects = inner.receive_report(place().report(3, error=round_errors.gave_up(place(), 3)), 1)
+        else:
+            effects = inner.child_left(3, 0, 1)
+        assert inner.child_left(3, 0, 1) == [], "it is reported once"
+        assert root.receive_report(sent(middle.receive_report(sent(effects), 1)), 1) == []
+        ending = root.decided(0, requests, 1)
+        assert "rank 3 left round 0" in raised(ended(ending)).message
+        assert "rank 3 left round 0" in raised(reported(ending)[1]).message
 
 
 def test_that_a_round_must_fail_is_told_above_once_whoever_else_leaves() -> None:
@@ -464,16 +427,6 @@ def test_a_report_of_failure_that_arrives_twice_is_refused_the_second_time() -> 
     failure = place().report(1, error=CommError("mine"))
     assert machine.receive_report(failure, 0) == []
     assert "took part in it before" in refusal(machine.receive_report(failure, 0)).message
-
-
-def test_a_child_that_hangs_up_after_its_answer_did_nothing_wrong() -> None:
-    machine = new_machine(size=2)
-    machine.receive_report(whole(1), 0)
-    machine.enter(call(), 0)
-    assert reported(machine.decided(0, [b"", b"yes"], 0))[1].answers.payloads(1) == [b"yes"]
-    assert machine.child_left(1, 0, 0) == []
-    machine.receive_report(whole(1, 1), 0)
-    assert machine.enter(call(), 0) == [Decide(1, [b"own", b"x"])]
 
 
 def test_an_error_below_is_reported_above_without_waiting_for_the_others() -> None:
@@ -593,28 +546,24 @@ def test_a_decision_that_fails_or_has_too_many_or_too_few_answers_fails_the_roun
         assert type(raised(ended(effects))) is (ProtocolError if number else MismatchError)
 
 
-def test_a_second_round_at_once_is_refused() -> None:
-    machine = new_machine()
-    machine.enter(call(), 0)
-    with pytest.raises(ProtocolError, match="two threads of rank 0"):
-        machine.enter(call(), 0)
+def test_a_merge_that_fails_fails_the_round_for_all() -> None:
+    for error, kind, text in (
+        (MismatchError("unlike"), MismatchError, "unlike"),
+        (KeyError("name"), CommError, "KeyError"),
+    ):
 
+        def refuse(_: Sequence[bytes], error: Exception = error) -> bytes:
+            raise error
 
-@pytest.mark.parametrize("error", [MismatchError("unlike"), KeyError("name")], ids=repr)
-def test_a_merge_that_fails_fails_the_round_for_all(error: Exception) -> None:
-    def refuse(_: Sequence[bytes]) -> bytes:
-        raise error
-
-    machine = new_machine(rank=1, size=4)
-    machine.receive_report(whole(3), 0)
-    report = sent(machine.enter(Call("plan", b"", 30.0, merge=refuse), 0))
-    kind, text = (MismatchError, "unlike") if isinstance(error, ReknitError) else (CommError, "KeyError")
-    assert type(raised(report)) is kind
-    assert text in raised(report).message
-    root = new_machine()
-    root.receive_report(whole(1), 0)
-    root.receive_report(whole(2), 0)
-    assert type(raised(ended(root.enter(Call("plan", b"", 30.0, merge=refuse), 0)))) is kind
+        machine, merging = new_machine(rank=1, size=4), Call("plan", b"", 30.0, merge=refuse)
+        machine.receive_report(whole(3), 0)
+        report = sent(machine.enter(merging, 0))
+        assert type(raised(report)) is kind
+        assert text in raised(report).message
+        root = new_machine()
+        root.receive_report(whole(1), 0)
+        root.receive_report(whole(2), 0)
+        assert type(raised(ended(root.enter(merging, 0)))) is kind
 
 
 def test_a_child_that_merges_where_its_parent_does_not_fails_the_round() -> None:
@@ -653,9 +602,6 @@ def test_the_deeper_a_rank_the_sooner_it_reports_and_the_longer_it_waits() -> No
     due_below = [machine.next_at for machine in machines[1:]]
     assert due_below == sorted(due_below)
     assert due_below[-1] <= 10 + 2 * round_errors.GRACE_S
-
-
-def test_waiting_forever_is_a_wait_like_any_other() -> None:
     machine = new_machine()
     machine.enter(call(timeout_s=math.inf), 0)
     assert machine.next_at < 2 * round_errors.FOREVER_S
@@ -671,3 +617,16 @@ def test_noise_in_reports_and_outcomes_ends_in_a_typed_error_or_nothing(rank: in
         machine.receive_report(heading.report(1, Parcel([noise], which)), 0)
     else:
         machine.receive_outcome(heading.outcome(Parcel([noise], which)), 0)
+
+
+def test_a_round_to_which_rank_0_came_alone_says_that_all_ranks_have_to_call() -> None:
+    for present, alone in (([0], True), ([0, 1], False), ([1], False)):
+        error = round_errors.failed_round(place(), {"'plan'": present}, [2, 3], 30)
+        assert ("not rank 0 alone as with torch.save" in str(error.remedy)) == alone
+
+
+def test_a_round_with_a_place_for_every_rank_failed_with_a_message_that_stays_short() -> None:
+    places = {f"'{rank}'": [rank] for rank in range(1000)}
+    message = round_errors.failed_round(place(), places, [], 30).message
+    assert "rank 0 in '0'; rank 1 in '1'" in message
+    assert message.endswith("; and 992 places more")

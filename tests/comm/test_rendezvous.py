@@ -10,27 +10,23 @@ from hypothesis import strategies as st
 
 from reknit.comm.meeting.rendezvous import FolderStore, Store
 from reknit.errors import CommError, DeadlineError, UsageError
-from tests.comm.memory_store import MemoryStore
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return FolderStore(tmp_path / "a" / "b") if request.param == "folder" else MemoryStore()
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return FolderStore(tmp_path / "a" / "b")
 
 
-def test_a_value_that_was_set_is_there_at_once(store: Store) -> None:
-    store.set("key", b"value")
-    assert store.get("key", 0) == b"value"
-
-
-def test_a_later_value_takes_the_place_of_an_earlier_one(store: Store) -> None:
-    store.set("key", b"a long first value")
-    store.set("key", b"")
-    assert store.get("key", 0) == b""
+def test_a_value_that_was_set_is_there_at_once_until_a_later_one_takes_its_place(
+    store: Store, tmp_path: Path
+) -> None:
+    for value in (b"a long first value", b""):
+        store.set("key", value)
+        assert store.get("key", 0) == FolderStore(tmp_path / "a" / "b").get("key", 0) == value
 
 
 def test_get_waits_until_another_rank_sets_the_key(store: Store) -> None:
@@ -47,11 +43,6 @@ def test_get_waits_until_another_rank_sets_the_key(store: Store) -> None:
     waiting.set()
     assert store.get("key", 30) == b"late"
     thread.join()
-
-
-def test_a_second_store_on_the_same_folder_sees_the_values_of_the_first(tmp_path: Path) -> None:
-    FolderStore(tmp_path).set("key", b"value")
-    assert FolderStore(tmp_path).get("key", 0) == b"value"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(50))
@@ -81,13 +72,13 @@ def test_only_the_owner_can_read_what_ranks_tell_each_other(tmp_path: Path) -> N
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
-def test_a_folder_that_every_user_can_write_to_is_refused_with_what_to_do(tmp_path: Path, mode: int) -> None:
-    tmp_path.chmod(mode)
-    with pytest.raises(UsageError, match="every user of this host can write") as caught:
-        FolderStore(tmp_path)
-    assert f"chmod o-w {tmp_path}" in str(caught.value.remedy)
-    FolderStore(tmp_path / "below").set("key", b"value")
+def test_a_folder_that_every_user_can_write_to_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    for mode in (0o777, 0o1777, 0o702):
+        tmp_path.chmod(mode)
+        with pytest.raises(UsageError, match="every user of this host can write") as caught:
+            FolderStore(tmp_path)
+        assert f"chmod o-w {tmp_path}" in str(caught.value.remedy)
+        FolderStore(tmp_path / "below").set("key", b"value")
     tmp_path.chmod(0o770)  # whom its owner lets in may come
     FolderStore(tmp_path).set("key", b"value")
 
@@ -134,11 +125,3 @@ def test_what_cannot_be_forgotten_is_left(tmp_path: Path) -> None:
     (tmp_path / "store" / "key-a%2F1").rmdir()
     (tmp_path / "store").rmdir()
     store.forget("a/")
-
-
-def test_a_memory_store_hands_values_between_threads() -> None:
-    store = MemoryStore()
-    threading.Timer(0.02, store.set, ("key", b"value")).start()
-    assert store.get("key", 30) == b"value"
-    with pytest.raises(DeadlineError, match="'other'"):
-        store.get("other", 0.01)

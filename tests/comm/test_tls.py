@@ -6,7 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import pytest
@@ -88,49 +88,34 @@ def fetch(last: ExitStack, point: Point, settings: Tls | None) -> bytes:
     return remote.get("key", 0)
 
 
-def test_ranks_whose_certificates_name_their_address_reach_each_other(
+def test_ranks_whose_certificates_name_their_address_or_share_a_name_reach_each_other(
     ours: Authority, last: ExitStack
 ) -> None:
-    point = serve(last, ours.issue("127.0.0.1"))
-    assert fetch(last, point, ours.issue("elsewhere.example")) == b"value"
+    shared = ours.issue("ranks.example", server_name="ranks.example")
+    for serving, fetching in ((ours.issue("127.0.0.1"), ours.issue("elsewhere.example")), (shared, shared)):
+        assert fetch(last, serve(last, serving), fetching) == b"value"
 
 
-def test_ranks_whose_certificates_share_a_name_reach_each_other_by_any_address(
-    ours: Authority, last: ExitStack
-) -> None:
-    point = serve(last, ours.issue("ranks.example", server_name="ranks.example"))
-    assert fetch(last, point, ours.issue("ranks.example", server_name="ranks.example")) == b"value"
-
-
-def test_a_certificate_that_names_another_host_is_not_believed(ours: Authority, last: ExitStack) -> None:
-    point = serve(last, ours.issue("ranks.example"))
-    for settings in (ours.issue("other.example"), ours.issue("b.example", server_name="other.example")):
-        with pytest.raises(CommError, match="cannot be reached"):
-            fetch(last, point, settings)
-
-
-def test_a_rank_with_a_certificate_of_another_authority_is_turned_away(
+def test_who_has_no_certificate_of_the_authority_for_the_name_is_not_believed(
     ours: Authority, theirs: Authority, last: ExitStack
 ) -> None:
-    point = serve(last, ours.issue("127.0.0.1"))
-    believed = dataclasses.replace(theirs.issue("a.example"), ca=ours.folder / "ca.pem")
-    with pytest.raises(CommError, match="cannot be reached"):
-        fetch(last, point, believed)
-
-
-def test_a_server_with_a_certificate_of_another_authority_is_not_believed(
-    ours: Authority, theirs: Authority, last: ExitStack
-) -> None:
-    point = serve(last, dataclasses.replace(theirs.issue("127.0.0.1"), ca=ours.folder / "ca.pem"))
-    with pytest.raises(CommError, match="cannot be reached"):
-        fetch(last, point, ours.issue("a.example"))
-
-
-def test_a_rank_without_certificates_does_not_reach_one_with(ours: Authority, last: ExitStack) -> None:
-    for served, fetched in ((ours.issue("127.0.0.1"), None), (None, ours.issue("127.0.0.1"))):
-        point = serve(last, served)
+    ca, here = ours.folder / "ca.pem", ours.issue("127.0.0.1")
+    anywhere = ours.issue("a.example")
+    for why, serving, fetching in (
+        ("the server bears another name", ours.issue("ranks.example"), anywhere),
+        (
+            "and that is wanted",
+            ours.issue("ranks.example"),
+            ours.issue("b.example", server_name="other.example"),
+        ),
+        ("the rank is of another authority", here, dataclasses.replace(theirs.issue("a.example"), ca=ca)),
+        ("the server is", dataclasses.replace(theirs.issue("127.0.0.1"), ca=ca), anywhere),
+        ("the rank has none", here, None),
+        ("the server has none", None, here),
+    ):
+        point = serve(last, serving)
         with pytest.raises(CommError, match="cannot be reached"):
-            fetch(last, point, fetched)
+            pytest.fail(f"{why}, and it got {fetch(last, point, fetching)!r}")
 
 
 def test_a_rank_that_shows_no_certificate_is_turned_away(ours: Authority, last: ExitStack) -> None:
@@ -150,14 +135,14 @@ def connected(settings: CommOptions) -> None:
     tls.channel("127.0.0.1:1", settings, [])
 
 
-@pytest.mark.parametrize("name", ["ca", "certificate", "key"])
-def test_a_file_that_is_not_there_is_named(name: str, ours: Authority, tmp_path: Path) -> None:
-    paths = dataclasses.asdict(ours.issue("a.example")) | {name: tmp_path / "absent"}
-    settings = Tls(**paths)
-    for use in (opened, connected):
-        with pytest.raises(UsageError, match=rf"tls\.{name} cannot be read: No such file") as caught:
-            use(options(settings))
-        assert caught.value.path == str(tmp_path / "absent")
+def test_a_file_that_is_not_there_is_named(ours: Authority, tmp_path: Path) -> None:
+    good = ours.issue("a.example")
+    for name in ("ca", "certificate", "key"):
+        absent: dict[str, Any] = {name: tmp_path / "absent"}
+        for use in (opened, connected):
+            with pytest.raises(UsageError, match=rf"tls\.{name} cannot be read: No such file") as caught:
+                use(options(dataclasses.replace(good, **absent)))
+            assert caught.value.path == str(tmp_path / "absent")
 
 
 def test_files_that_hold_something_else_are_refused(ours: Authority, tmp_path: Path) -> None:
@@ -165,16 +150,11 @@ def test_files_that_hold_something_else_are_refused(ours: Authority, tmp_path: P
     good = ours.issue("a.example")
     with pytest.raises(UsageError, match=r"tls\.ca holds no certificate"):
         connected(options(dataclasses.replace(good, ca=tmp_path / "text")))
-    wrong = tmp_path / "text"
-    for bad in (dataclasses.replace(good, certificate=wrong), dataclasses.replace(good, key=wrong)):
+    wrong, other = tmp_path / "text", ours.issue("b.example").key
+    for name, bad in (("certificate", wrong), ("key", wrong), ("key", other)):
+        paths: dict[str, Any] = {name: bad}
         with pytest.raises(UsageError, match=r"tls\.certificate and tls\.key do not match"):
-            opened(options(bad))
-
-
-def test_a_key_of_another_certificate_is_refused(ours: Authority) -> None:
-    good, other = ours.issue("a.example"), ours.issue("b.example")
-    with pytest.raises(UsageError, match="do not match"):
-        opened(options(dataclasses.replace(good, key=other.key)))
+            opened(options(dataclasses.replace(good, **paths)))
 
 
 ENCRYPT = """

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,10 +22,20 @@ def leaders(topology: Topology) -> list[int]:
 
 @given(topologies)
 def test_every_rank_but_the_first_is_a_child_of_its_parent_and_of_no_other(topology: Topology) -> None:
-    above = {child: rank for rank in range(topology.size) for child in topology.children(rank)}
-    assert above == {rank: topology.parent(rank) for rank in range(1, topology.size)}
+    ranks = range(topology.size)
+    above = {child: rank for rank in ranks for child in topology.children(rank)}
+    assert above == {rank: topology.parent(rank) for rank in ranks[1:]}
     assert topology.parent(0) is None
-    assert sum(len(topology.children(rank)) for rank in range(topology.size)) == topology.size - 1
+    assert sum(len(topology.children(rank)) for rank in ranks) == topology.size - 1
+    for rank in ranks:
+        below = [deep for child in topology.children(rank) for deep in topology.subtree(child)]
+        assert topology.subtree(rank) == tuple(sorted([rank, *below]))
+    assert topology.subtree(0) == tuple(ranks)
+    depths = [topology.depth(rank) for rank in ranks]
+    assert depths == [0, *(depths[above[rank]] + 1 for rank in ranks[1:])]
+    assert topology.height == max(depths)
+    assert [rank for rank in ranks if topology.leads_host(rank)] == leaders(topology)
+    assert topology.num_hosts == len(leaders(topology))
 
 
 @given(topologies)
@@ -56,28 +65,6 @@ def test_only_the_lowest_rank_of_a_host_reports_to_another_host_and_only_to_its_
             assert topology.hosts[parent] == topology.hosts[rank]
 
 
-@given(topologies)
-def test_a_subtree_is_the_rank_and_the_subtrees_of_its_children_in_ascending_order(
-    topology: Topology,
-) -> None:
-    for rank in range(topology.size):
-        below = [deep for child in topology.children(rank) for deep in topology.subtree(child)]
-        assert topology.subtree(rank) == tuple(sorted([rank, *below]))
-    assert topology.subtree(0) == tuple(range(topology.size))
-
-
-@given(topologies)
-def test_depth_counts_the_steps_to_the_top_and_height_is_the_largest(topology: Topology) -> None:
-    depths = [topology.depth(rank) for rank in range(topology.size)]
-    assert depths[0] == 0
-    assert all(
-        depths[child] == depths[rank] + 1
-        for rank in range(topology.size)
-        for child in topology.children(rank)
-    )
-    assert topology.height == max(depths)
-
-
 @given(host_lists, st.integers(1, 5), st.permutations(range(13)))
 def test_the_names_of_the_hosts_change_nothing(hosts: list[int], fan_out: int, names: list[int]) -> None:
     one, other = Topology(hosts, fan_out), Topology([names[host] for host in hosts], fan_out)
@@ -101,31 +88,9 @@ def test_the_height_grows_with_the_logarithm_of_hosts_and_of_ranks_on_a_host(
     num_hosts = math.ceil(size / per_host)
     steps = [math.ceil(math.log(count * (fan_out - 1) + 1, fan_out)) for count in (num_hosts, per_host)]
     assert topology.height <= sum(steps)
-
-
-@pytest.mark.parametrize(("size", "fan_out", "height"), [(1, 16, 0), (17, 16, 1), (18, 16, 2), (40, 1, 39)])
-def test_the_height_of_known_trees(size: int, fan_out: int, height: int) -> None:
-    assert Topology.flat(size, fan_out).height == height
-    assert Topology([7] * size, fan_out).height == height
-
-
-@given(topologies)
-def test_the_lowest_rank_of_a_host_leads_it(topology: Topology) -> None:
-    assert [rank for rank in range(topology.size) if topology.leads_host(rank)] == leaders(topology)
-    assert topology.num_hosts == len(leaders(topology))
-
-
-def test_two_hosts_of_four_ranks_are_joined_by_one_line() -> None:
-    topology = Topology([3, 3, 3, 3, 1, 1, 1, 1], 16)
-    assert topology.children(0) == (1, 2, 3, 4)
-    assert topology.children(4) == (5, 6, 7)
-    assert topology.parent(4) == 0
-
-
-def test_ranks_that_are_dealt_to_hosts_in_turn_still_stand_below_the_lowest_of_their_host() -> None:
-    topology = Topology([0, 1, 0, 1, 0, 1], 2)
-    assert topology.children(0) == (1, 2, 4)
-    assert topology.children(1) == (3, 5)
+    assert Topology.flat(17, 16).height == 1
+    assert Topology.flat(18, 16).height == 2
+    assert Topology.flat(40, 1).height == Topology([7] * 40, 1).height == 39
 
 
 def test_a_hundred_thousand_ranks_are_no_work() -> None:

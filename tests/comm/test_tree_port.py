@@ -120,11 +120,6 @@ def test_ranks_connect_in_any_order_and_hold_rounds(data: st.DataObject, fan_out
             port.close()
 
 
-def test_only_ports_with_ranks_below_them_have_an_address(ports: list[TreeGroup]) -> None:
-    assert [bool(port.address) for port in ports] == [True, True, False, False]
-    assert all(port.address.startswith("127.0.0.1:") for port in ports[:2])
-
-
 def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_connected(
     ports: list[TreeGroup],
 ) -> None:
@@ -165,7 +160,7 @@ def test_a_rank_that_ends_before_the_rank_above_it_connected_is_heard_of_at_the_
         ask(root)
 
 
-@pytest.mark.parametrize("closer", [0, 1, 3])
+@pytest.mark.parametrize("closer", [0, 1])
 def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothing(
     ports: list[TreeGroup], closer: int
 ) -> None:
@@ -298,42 +293,32 @@ def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
     port.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
+def test_a_port_of_another_job_run_or_shape_does_not_get_in(ports: list[TreeGroup]) -> None:
+    reasons: list[tuple[dict[str, Any], str]] = [
         ({"job": "other"}, "rank 1 belongs to job 'other', rank 0 to 'job'"),
         ({"generation": 6}, "rank 1 belongs to an older run of job 'job' than rank 0: generation 6"),
         ({"generation": 8}, "rank 1 belongs to a newer run of job 'job' than rank 0: generation 8"),
         ({"size": 5}, "rank 1 joins with a tree of another size"),
         ({"fan_out": 3}, "rank 1 joins with a tree of another size"),
         ({"hosts": [0, 1, 1, 2]}, "rank 1 joins with a tree of another size"),
-    ],
-    ids=["job", "older", "newer", "size", "fan-out", "hosts"],
-)
-def test_a_port_of_another_job_run_or_shape_does_not_get_in(
-    ports: list[TreeGroup], how: dict[str, Any], reason: str
-) -> None:
-    stray = stray_port(**how)
-    with pytest.raises(ProtocolError, match=reason):
-        stray.connect_parent(ports[0].address)
-    stray.close()
+    ]
+    for how, reason in reasons:
+        stray = stray_port(**how)
+        with pytest.raises(ProtocolError, match=reason):
+            stray.connect_parent(ports[0].address)
+        stray.close()
     groups = [connect_rank(ports, rank) for rank in range(4)]
     assert endings(groups, ask) == [b""] * 4
 
 
-@pytest.mark.parametrize(
-    ("rank", "above", "needed"),
-    [
+def test_an_address_that_does_not_belong_to_the_rank_is_a_usage_error(ports: list[TreeGroup]) -> None:
+    for rank, above, needed in (
         (0, "127.0.0.1:1 token", "rank 0 needs no address"),
         (3, "", "rank 3 needs the address of rank 1"),
         (3, "127.0.0.1:1", "rank 3 needs the address of rank 1"),
-    ],
-)
-def test_an_address_that_does_not_belong_to_the_rank_is_a_usage_error(
-    ports: list[TreeGroup], rank: int, above: str, needed: str
-) -> None:
-    with pytest.raises(UsageError, match=needed):
-        ports[rank].connect_parent(above)
+    ):
+        with pytest.raises(UsageError, match=needed):
+            ports[rank].connect_parent(above)
 
 
 def test_a_port_is_connected_from_once(ports: list[TreeGroup]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +23,6 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.faults.trainers import Held, at_rest
-from tests.ports import free_port
 from tests.ranks import Died, run
 
 if TYPE_CHECKING:
@@ -334,22 +332,6 @@ def test_ranks_that_save_to_different_folders_commit_nothing(tmp_path: Path) -> 
     assert found(tmp_path / "one", 3) == 2
 
 
-def load_different_items(root: str) -> Any:
-    saved(f"{root}/x", 1)
-    target = state(7)
-    item = ("model", "extra")[dist.get_rank()]
-    # Rank 0 takes no value, rank 1 no tensor, and no rank takes own.1.
-    report = reknit.load(f"{root}/x", {item: target[item]}, strict=False, options=LOAD)
-    return report.missing, report.unexpected, target[item]["epoch" if item == "extra" else "all"]
-
-
-def test_ranks_may_load_different_items(tmp_path: Path) -> None:
-    first, second = run(2, load_different_items, str(tmp_path), timeout=RUN_S)
-    assert first[:2] == second[:2] == ((), ("model/own.1",))
-    assert (first[2] == 1).all()
-    assert second[2] == 1
-
-
 def save_twice(root: str) -> list[Any]:
     path = f"{root}/x"
     saved(path, 1)
@@ -478,34 +460,3 @@ def test_thirty_saves_and_loads_leave_threads_and_descriptors_as_they_were(tmp_p
     for before, after in run(2, save_often, str(tmp_path), 35, timeout=RUN_S):
         assert after.threads <= before.threads + 4, "an executor may not have had all of its threads yet"
         assert after.descriptors <= before.descriptors
-
-
-SCRIPT = """
-import sys
-import torch, torch.distributed as dist
-import reknit
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, sys.argv[2] == "0")
-dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
-reknit.save(sys.argv[3], {"model": torch.nn.Linear(3, 3)}, step=1)
-print("saved")
-"""
-
-
-def test_a_script_without_a_guard_saves_and_ends_by_itself_without_closing_the_group(tmp_path: Path) -> None:
-    port = free_port()
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", str(tmp_path / "train.py"), str(port)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "x")], env=environment, stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.communicate(timeout=RUN_S)[0] == b"saved\n"
-            assert rank.returncode == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert reknit.verify(tmp_path / "x", "data").ok

@@ -7,13 +7,38 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import reknit
+from reknit import Checkpointer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reknit.engine.outcome import PendingSave
+
 
 def state(value: float = 0.0) -> dict[str, Any]:
     return {"model": {"w": np.full(1000, value), "count": 0}}
+
+
+def saved(root: Path | str, *steps: int, **given: Any) -> None:
+    """Save steps in a run of their own; the value of each is its number."""
+    with Checkpointer(root, **{"wait": True} | given) as run:
+        for step in steps:
+            run.save(step, state(float(step)))
+
+
+def saving(run: Checkpointer, *given: Any, **more: Any) -> PendingSave:
+    """Begin a save, which the policy of the run must ask for."""
+    pending = run.save(*given, **more)
+    assert pending is not None
+    return pending
+
+
+def resumed(root: Path | str | None = None, **given: Any) -> tuple[int, float]:
+    """Return the next step after a resume, and the value of the state."""
+    held = state()
+    with Checkpointer(root, **{"wait": True} | given) as run:
+        following = run.resume(held)
+    return following, float(held["model"]["w"][0])
 
 
 def numbers(root: Path) -> list[int | None]:

@@ -29,11 +29,9 @@ from reknit.errors import (
 from reknit.policies import at, best, every, latest, on_preemption
 from reknit.runs import unfinished_saves
 from reknit.testing.world import run_ranks
-from tests.runs.pieces import damage, numbers, state
+from tests.runs.pieces import damage, numbers, resumed, saved, state
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from reknit.comm.group import Group
 
 
@@ -91,23 +89,6 @@ def test_a_run_goes_on_where_it_was_and_keeps_what_it_was_told_to(tmp_path: Path
         assert old["model"]["count"] == 11
 
 
-def test_saves_in_the_background_are_committed_at_the_end_and_pruned(tmp_path: Path) -> None:
-    held = state()
-    with Checkpointer(tmp_path, save=every(2), keep=latest(1)) as run:
-        for step in range(run.resume(held), 9):
-            held["model"]["w"] += 1
-            pending = run.save(step, held)
-            assert (pending is not None) == (step in (2, 4, 6, 8))
-    assert numbers(tmp_path) == [8]
-
-
-def test_without_a_policy_each_call_saves_and_all_is_kept(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, wait=True) as run:
-        for step in (3, 7):
-            assert run.save(step, state()) is not None
-    assert numbers(tmp_path) == [3, 7]
-
-
 def test_force_saves_whatever_the_policy_says_and_a_step_only_once(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, save=at(1), wait=True) as run:
         assert run.save(0, state()) is None
@@ -138,8 +119,7 @@ def test_damaged_steps_are_passed_over_with_a_reason_and_replaced_when_they_come
 
 
 def test_a_run_whose_steps_are_all_damaged_does_not_start_from_nothing(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, wait=True) as run:
-        run.save(3, state())
+    saved(tmp_path, 3)
     damage(tmp_path / "step_00000003")
     with Checkpointer(tmp_path) as run, pytest.raises(CorruptError, match="none of the 1 steps"):
         run.resume(state())
@@ -161,15 +141,8 @@ def test_starting_from_nothing_is_said(tmp_path: Path, caplog: pytest.LogCapture
     assert "there is no checkpoint below" in caplog.text
 
 
-def test_a_folder_that_is_no_folder_of_a_run_is_refused(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "one", state())
-    with Checkpointer(tmp_path / "one") as run, pytest.raises(UsageError, match="is a checkpoint"):
-        run.resume(state())
-
-
 def test_a_run_that_did_not_resume_replaces_nothing(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, wait=True) as run:
-        run.save(1, state(1.0))
+    saved(tmp_path, 1)
     with Checkpointer(tmp_path, wait=True) as run:
         with pytest.raises(CheckpointExistsError):
             run.save(1, state(2.0))
@@ -207,45 +180,11 @@ def test_each_step_is_promoted_to_its_own_folder_and_read_from_there_if_damaged(
             run.save(step, state(float(step)))
     assert (numbers(hot), numbers(cold)) == ([2], [1, 2])
     damage(hot / "step_00000002")
-    held = state()
-    with Checkpointer(hot, load_options=reknit.LoadOptions(replicas=(cold,))) as run:
-        assert run.resume(held) == 3
-    assert held["model"]["w"][0] == 2.0
-
-
-def test_a_step_is_what_its_manifest_says(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "step_00000010", state(), step=7)
-    with Checkpointer(tmp_path) as run:
-        assert run.resume(state()) == 8
-
-
-def test_a_process_may_go_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    with Checkpointer("run/", wait=True) as run:
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        run.save(1, state())
-    assert numbers(tmp_path / "run") == [1]
-
-
-def test_a_step_whose_save_failed_can_be_saved_again(tmp_path: Path) -> None:
-    options = reknit.SaveOptions(on_error="warn")
-    blocker = tmp_path / "step_00000001"
-    blocker.write_text("a file where a folder should be")
-    with Checkpointer(tmp_path, wait=True, options=options) as run:
-        first = run.save(1, state())
-        assert first is not None
-        assert first.error is not None
-        blocker.unlink()
-        again = run.save(1, state())
-        assert again is not None
-        assert again.result().step == 1
-    assert numbers(tmp_path) == [1]
+    assert resumed(hot, load_options=reknit.LoadOptions(replicas=(cold,))) == (3, 2)
 
 
 def test_what_an_earlier_run_has_begun_cannot_commit_behind_a_new_one(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, wait=True) as run:
-        run.save(5, state(5.0))
+    saved(tmp_path, 5)
     begun = [tmp_path / f"step_{step:08d}" / f"pending.{7:016x}.{'a' * 8}" for step in (3, 9)]
     for marker in begun:
         marker.parent.mkdir()
@@ -287,8 +226,7 @@ def test_whatever_agents_of_an_earlier_run_do_they_are_waited_for(
     """These agents write, or have not read their orders yet."""
     looks = [[AtWork(71, 0, f"{tmp_path}/7", 0.0)], [AtWork(71, 0, None, None)], []]
     monkeypatch.setattr(unfinished_saves, "at_work", lambda root: looks.pop(0))
-    with Checkpointer(tmp_path) as run:
-        assert run.resume(state()) == 0
+    assert resumed(tmp_path)[0] == 0
     assert looks == []
 
 
@@ -297,8 +235,7 @@ def test_an_agent_that_stands_still_without_a_save_is_not_waited_for_for_long(
 ) -> None:
     monkeypatch.setattr(unfinished_saves, "at_work", lambda root: [AtWork(71, 0, None, None)])
     monkeypatch.setattr(unfinished_saves, "_READ_S", 0.1)
-    with Checkpointer(tmp_path) as run:
-        assert run.resume(state()) == 0
+    assert resumed(tmp_path)[0] == 0
     assert "still writing" not in caplog.text, "it may be one of another run"
 
 
@@ -314,12 +251,14 @@ def test_a_wait_for_agents_of_an_earlier_run_is_in_the_log(
     assert "processes [71]" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "metrics", [{"loss": "low"}, {"loss": None}, {"loss": 10**400}, 5, {3: 1.0}, ["loss"]]
-)
-def test_metrics_are_numbers_by_name(tmp_path: Path, metrics: Any) -> None:
-    with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="metrics"):
-        run.save(1, state(), metrics)
+def test_metrics_are_numbers_by_name_and_a_policy_is_for_its_purpose(tmp_path: Path) -> None:
+    wrong: Any
+    for wrong in ({"loss": "low"}, {"loss": None}, {"loss": 10**400}, 5, {3: 1.0}, ["loss"]):
+        with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="metrics"):
+            run.save(1, state(), wrong)
+    for wrong in ({"save": latest(3)}, {"keep": on_preemption()}, {"save": 500}):
+        with pytest.raises(UsageError):
+            Checkpointer(tmp_path, **wrong)
 
 
 def test_a_metric_that_is_not_finite_is_stored_as_unknown(tmp_path: Path) -> None:
@@ -331,26 +270,21 @@ def test_a_metric_that_is_not_finite_is_stored_as_unknown(tmp_path: Path) -> Non
         assert found.step == 2
 
 
-@pytest.mark.parametrize("wrong", [{"save": latest(3)}, {"keep": on_preemption()}, {"save": 500}])
-def test_a_policy_for_the_other_purpose_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        Checkpointer(tmp_path, **wrong)
-
-
-def test_ranks_save_together_also_where_the_clock_of_one_and_a_notice_to_another_decide(
-    tmp_path: Path,
+@pytest.mark.parametrize(("steps", "noticed"), [(7, 16), (1, 3)])
+def test_ranks_save_together_also_where_a_notice_to_one_decides(
+    tmp_path: Path, steps: int, noticed: int
 ) -> None:
     notice = tmp_path / "notice"
 
     def work(group: Group) -> tuple[list[int], str | None]:
         saved = []
-        how = every(steps=7) | on_preemption(file=notice if group.rank == 2 else tmp_path / "other")
+        how = every(steps=steps) | on_preemption(file=notice if group.rank == 2 else tmp_path / "other")
         with Checkpointer(tmp_path / "run", save=how, keep=latest(2), wait=True, group=group) as run:
             held = {"model": {"w": np.arange(10.0)}}
             for step in range(run.resume(held), 1000):
-                if step == 16 and group.rank == 2:
+                if step == noticed and group.rank == 2:
                     notice.touch()
-                if run.save(step, held) is not None:
+                if run.save(step, held, {"loss": 1.0 + group.rank}) is not None:
                     saved.append(step)
                 if run.preempted:
                     break
@@ -358,33 +292,13 @@ def test_ranks_save_together_also_where_the_clock_of_one_and_a_notice_to_another
 
     (saved, why), *others = run_ranks(3, work)
     assert others == [(saved, why)] * 2
-    assert saved[:2] == [7, 14]
+    assert saved[:2] == [steps, 2 * steps]
     assert len(saved) == saved.index(saved[-1]) + 1
     assert why is not None
     assert "notice" in why
     assert numbers(tmp_path / "run")[-1] == saved[-1]
-
-
-def test_a_notice_to_one_rank_reaches_all_also_where_every_step_is_saved(tmp_path: Path) -> None:
-    notice = tmp_path / "notice"
-
-    def work(group: Group) -> tuple[int, str | None]:
-        how = every(steps=1) | on_preemption(file=notice if group.rank == 1 else tmp_path / "other")
-        held = {"model": {"w": np.arange(10.0)}}
-        with Checkpointer(tmp_path / "run", save=how, keep=latest(1), wait=True, group=group) as run:
-            for step in range(1, 200):
-                if step == 3 and group.rank == 1:
-                    notice.touch()
-                run.save(step, held)
-                if run.preempted:
-                    break
-            return step, run.preempted
-
-    (step, why), other = run_ranks(2, work)
-    assert other == (step, why)
-    assert why is not None
-    assert "notice" in why
-    assert numbers(tmp_path / "run")[-1] == step
+    with reknit.open(tmp_path / "run" / f"step_{saved[-1]:08d}") as checkpoint:
+        assert checkpoint.metadata == {"metrics": {"loss": 1.0}}, "of rank 0"
 
 
 def test_ranks_decide_alone_where_the_step_alone_does(tmp_path: Path) -> None:
@@ -396,15 +310,6 @@ def test_ranks_decide_alone_where_the_step_alone_does(tmp_path: Path) -> None:
             return [step for step in range(2, 20) if group.rank == 0 and run.should_save(step)]
 
     assert run_ranks(2, work) == [[3, 9], []], "rank 0 does not wait for the other"
-
-
-def test_the_metrics_of_rank_0_are_those_of_a_step(tmp_path: Path) -> None:
-    def work(group: Group) -> None:
-        with Checkpointer(tmp_path, wait=True, group=group) as run:
-            run.save(1, {"model": {"w": np.arange(3.0)}}, {"loss": 1.0 + group.rank})
-
-    run_ranks(3, work)
-    assert metadata(tmp_path / "step_00000001") == {"metrics": {"loss": 1.0}}
 
 
 def test_errors_of_rank_0_are_those_of_all(tmp_path: Path) -> None:
@@ -522,14 +427,3 @@ def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
         assert numbers(tmp_path) == [0, 1, 2, 3]
         assert [each.step for each in run.prune()] == [0, 1, 2]
     assert numbers(tmp_path) == [3]
-
-
-def metadata(path: Path) -> Mapping[str, Any]:
-    with reknit.open(path) as checkpoint:
-        return checkpoint.metadata
-
-
-def test_metrics_are_metadata_of_the_checkpoint(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, wait=True) as run:
-        run.save(1, state(), {"loss": 0.5})
-    assert metadata(tmp_path / "step_00000001") == {"metrics": {"loss": 0.5}}

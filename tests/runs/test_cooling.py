@@ -16,7 +16,7 @@ from reknit.policies import every, latest
 from reknit.runs import cadence, cooling
 from reknit.storage.registry import register
 from tests.engine.test_moving import expire
-from tests.runs.pieces import damage, numbers, state
+from tests.runs.pieces import damage, numbers, saving, state
 from tests.runs.test_at_every_instant import QUICK, SCHEME, life, open_mortal, whole
 from tests.servers import environment, new_url
 
@@ -119,9 +119,7 @@ def test_a_tier_has_a_cold_store_on_s3(tmp_path: Path, monkeypatch: pytest.Monke
     tiers = [Tier(tmp_path / "a", keep=latest(1)), Tier(tmp_path / "b", every=2, cool=cool)]
     with Checkpointer(tiers=tiers, options=QUICK) as run:
         for step in range(1, 7):
-            pending = run.save(step, state(float(step)))
-            assert pending is not None
-            pending.wait_promoted(60)
+            saving(run, step, state(float(step))).wait_promoted(60)
     assert (numbers(tmp_path / "b"), moved(tmp_path / "b")) == ([2, 4, 6], [2, 4])
     held = state()
     with Checkpointer(tiers=tiers, options=QUICK) as run:
@@ -166,21 +164,16 @@ def whole_of(root: Path) -> set[int]:
     return whole(root) if root.exists() else set()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"root": "", "after": latest(1)}, "path or a URL"),
         ({"root": "s3://b/x?retry_s=1", "after": latest(1)}, "has options"),
         ({"root": "x", "after": 5}, "policy"),
         ({"root": "x", "after": latest(1), "bytes_per_s": -1}, "bytes_per_s"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(UsageError, match=match):
-        Cool(**arguments)
-
-
-def test_a_cold_store_is_another_one(tmp_path: Path) -> None:
+    ]
+    for arguments, match in refused:
+        with pytest.raises(UsageError, match=match):
+            Cool(**arguments)
     with pytest.raises(UsageError, match="one root"):
         Checkpointer(tmp_path, cool=Cool(tmp_path, after=latest(1)))
     with pytest.raises(UsageError, match=r"cool is a reknit\.Cool"):

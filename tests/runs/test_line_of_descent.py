@@ -19,7 +19,7 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, register
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 from reknit.testing.world import run_ranks
-from tests.runs.pieces import damage, numbers, state
+from tests.runs.pieces import damage, numbers, resumed, saved, state
 from tests.servers import environment, new_url, server
 
 if TYPE_CHECKING:
@@ -34,25 +34,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def saved(root: Any, steps: Sequence[int], **given: Any) -> None:
-    with Checkpointer(root, wait=True, **given) as run:
-        for step in steps:
-            run.save(step, state(float(step)))
-
-
 def went_back(root: Any, to: int, steps: Sequence[int], **given: Any) -> None:
     with Checkpointer(root, wait=True, **given) as run:
         run.load(state(), to)
         for step in steps:
             run.save(step, state(float(-step)))
-
-
-def resumed(root: Any, **given: Any) -> tuple[int, float]:
-    """Return the next step after a resume, and the value of the state."""
-    held = state()
-    with Checkpointer(root, **{"wait": True} | given) as run:
-        following = run.resume(held)
-    return following, float(held["model"]["w"][0])
 
 
 def place(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -62,19 +48,19 @@ def place(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if kind == "hdfs":
         pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
         return f"{server(kind)['endpoint']}/line-{uuid.uuid4().hex[:12]}"
-    if kind in ("s3", "gcs", "azure"):
+    if kind == "s3":
         for name, value in environment(kind).items():
             monkeypatch.setenv(name, value)
         return new_url(kind)
     return f"{kind}://{uuid.uuid4().hex[:12]}/run"
 
 
-@pytest.mark.parametrize("kind", ["local", "mem", "memory", "s3", "gcs", "azure", "hdfs"])
+@pytest.mark.parametrize("kind", ["local", "memory", "s3", "hdfs"])
 def test_a_restart_continues_the_branch_that_was_saved_last(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = place(kind, tmp_path, monkeypatch)
-    saved(url, [10, 20, 30])
+    saved(url, 10, 20, 30)
     went_back(url, 10, [15])
     with Checkpointer(url, wait=True) as run:
         assert run.latest() == 15
@@ -85,7 +71,7 @@ def test_a_restart_continues_the_branch_that_was_saved_last(
 def test_keep_counts_the_steps_of_the_branch_and_removes_given_up_ones_that_the_run_has_passed(
     tmp_path: Path,
 ) -> None:
-    saved(tmp_path, [10, 20, 30])
+    saved(tmp_path, 10, 20, 30)
     went_back(tmp_path, 10, [15, 16, 17], keep=latest(2))
     assert numbers(tmp_path) == [16, 17, 20, 30]
     went_back(tmp_path, 17, [25], keep=latest(2))
@@ -97,7 +83,7 @@ def test_keep_counts_the_steps_of_the_branch_and_removes_given_up_ones_that_the_
 def test_a_save_at_the_end_of_a_preempted_run_is_what_the_next_one_continues_from(tmp_path: Path) -> None:
     notice = tmp_path / "notice"
     how: Any = {"save": every(steps=10) | on_preemption(file=notice), "keep": latest(1)}
-    saved(tmp_path / "run", [10, 20, 30], keep=latest(3))
+    saved(tmp_path / "run", 10, 20, 30, keep=latest(3))
     with Checkpointer(tmp_path / "run", **how) as run:
         run.load(state(), 10)
         run.save(11, state())
@@ -137,7 +123,7 @@ def test_saves_of_the_branch_that_was_given_up_may_still_commit_and_do_not_count
 
 
 def test_a_step_that_was_given_up_can_be_continued_from_by_its_number(tmp_path: Path) -> None:
-    saved(tmp_path, [10, 20, 30])
+    saved(tmp_path, 10, 20, 30)
     went_back(tmp_path, 10, [15])
     went_back(tmp_path, 30, [31])
     assert resumed(tmp_path) == (32, -31.0)
@@ -176,7 +162,7 @@ def open_full(url: str, durability: Durability) -> Full:
 
 
 def test_a_branch_whose_first_save_fails_gives_nothing_up(tmp_path: Path) -> None:
-    saved(tmp_path, [10, 20, 30])
+    saved(tmp_path, 10, 20, 30)
     register("full", open_full)
     with Checkpointer(f"full://{tmp_path}", wait=True) as run:
         run.load(state(), 10)
@@ -188,7 +174,7 @@ def test_a_branch_whose_first_save_fails_gives_nothing_up(tmp_path: Path) -> Non
 
 
 def test_steps_that_are_passed_over_as_damaged_are_given_up(tmp_path: Path) -> None:
-    saved(tmp_path, [10, 20, 30])
+    saved(tmp_path, 10, 20, 30)
     damage(tmp_path / "step_00000030")
     with Checkpointer(tmp_path, wait=True) as run:
         assert run.resume(state()) == 21
@@ -246,7 +232,7 @@ def test_a_run_that_was_overtaken_does_not_take_the_folder_by_going_back(tmp_pat
 def test_a_record_that_nobody_can_read_has_all_steps_on_its_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved(tmp_path, [1, 2])
+    saved(tmp_path, 1, 2)
     (record,) = (tmp_path / ".reknit").glob("run.*")
     record.write_bytes(b'{"branches": [[1]]}')
     assert resumed(tmp_path) == (3, 2.0)
@@ -257,7 +243,7 @@ def test_a_record_that_nobody_can_read_has_all_steps_on_its_line(
 def test_a_run_that_replaces_later_steps_gives_them_up_before_they_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(tmp_path, [10, 20, 30])
+    saved(tmp_path, 10, 20, 30)
     monkeypatch.setattr("reknit.runs.later_steps.delete_moved", lambda *_: None)  # it died before it did
-    saved(tmp_path, [15], later_steps="replace")
+    saved(tmp_path, 15, later_steps="replace")
     assert resumed(tmp_path) == (16, 15.0)

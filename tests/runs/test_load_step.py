@@ -18,7 +18,7 @@ from reknit.errors import CheckpointExistsError, MismatchError, UsageError
 from reknit.integrations.trainer_parts import lightning_folder
 from reknit.policies import every
 from reknit.testing.world import run_ranks
-from tests.runs.pieces import numbers, state
+from tests.runs.pieces import numbers, resumed, saved, state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,8 +76,7 @@ KINDS = [
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("make", "ranks"), list(zip(KINDS, (1, 2, 1, 2), strict=True)))
 def test_a_run_does_not_begin_at_0_beside_checkpoints_of_others_unless_that_is_said(
     tmp_path: Path, make: Callable[[Path], str], ranks: int
 ) -> None:
@@ -153,17 +152,19 @@ WEIGHTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_weights_from_which_a_run_may_start_are_not_earlier_work(tmp_path: Path, kind: str) -> None:
-    WEIGHTS[kind](tmp_path)
-    assert not lightning_folder_refuses(tmp_path)
-    with Checkpointer(tmp_path, wait=True) as run:
-        assert run.steps() == []
-        assert run.latest() is None
-        assert run.resume(target()) == 0
-        run.save(0, target())
-    with Checkpointer(tmp_path, wait=True) as run:
-        assert run.resume(target()) == 1
+def test_weights_from_which_a_run_may_start_are_not_earlier_work(tmp_path: Path) -> None:
+    for kind, make in WEIGHTS.items():
+        root = tmp_path / kind
+        root.mkdir()
+        make(root)
+        assert not lightning_folder_refuses(root), kind
+        with Checkpointer(root, wait=True) as run:
+            assert run.steps() == []
+            assert run.latest() is None
+            assert run.resume(target()) == 0, kind
+            run.save(0, target())
+        with Checkpointer(root, wait=True) as run:
+            assert run.resume(target()) == 1, kind
 
 
 def model_of_a_trainer(root: Path) -> None:
@@ -186,17 +187,18 @@ WORK: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WORK)
-def test_weights_of_a_step_are_earlier_work(tmp_path: Path, kind: str) -> None:
-    WORK[kind](tmp_path)
-    assert lightning_folder_refuses(tmp_path)
-    with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="there is no step of this run below"):
-        run.resume(target())
+def test_weights_of_a_step_are_earlier_work(tmp_path: Path) -> None:
+    for kind, make in WORK.items():
+        root = tmp_path / kind
+        root.mkdir()
+        make(root)
+        assert lightning_folder_refuses(root), kind
+        with Checkpointer(root) as run, pytest.raises(UsageError, match="no step of this run below"):
+            pytest.fail(f"{kind}: {run.resume(target())}")
 
 
 def test_own_steps_count_and_not_the_start_nor_files_of_others(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "run", wait=True) as run:
-        run.save(3, state(3.0))
+    saved(tmp_path / "run", 3)
     files_of_torch(tmp_path / "run")
     held = state()
     with Checkpointer(tmp_path / "run") as run:
@@ -224,22 +226,18 @@ def test_a_folder_of_another_kind_of_files_is_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "logs-1").mkdir()
     (tmp_path / "logs-1" / "events.txt").write_text("step 10")
-    with Checkpointer(tmp_path) as run:
-        assert run.resume(state()) == 0
+    assert resumed(tmp_path)[0] == 0
 
 
-@pytest.mark.parametrize("start", ["", True, 3, ["runs"]])
-def test_a_start_is_a_place_or_0(tmp_path: Path, start: Any) -> None:
-    with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="start is"):
-        run.resume(state(), start=start)
+def test_a_start_is_a_place_or_0(tmp_path: Path) -> None:
+    start: Any
+    for start in ("", True, 3, ["runs"]):
+        with Checkpointer(tmp_path) as run, pytest.raises(UsageError, match="start is"):
+            run.resume(state(), start=start)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_used_folder_is_refused_before_the_first_step_and_not_at_the_first_save(
-    tmp_path: Path, ranks: int
-) -> None:
-    with Checkpointer(tmp_path, wait=True) as run:
-        run.save(500, state())
+def test_a_used_folder_is_refused_before_the_first_step_and_not_at_the_first_save(tmp_path: Path) -> None:
+    saved(tmp_path, 500)
 
     def work(group: Group) -> None:
         with Checkpointer(tmp_path, save=every(steps=1000), group=group) as run:
@@ -255,7 +253,8 @@ def test_a_used_folder_is_refused_before_the_first_step_and_not_at_the_first_sav
         with Checkpointer(tmp_path, save=every(steps=1000), later_steps="move", group=group) as run:
             assert not run.should_save(1)
 
-    run_ranks(ranks, work)
+    for ranks in (1, 2):
+        run_ranks(ranks, work)
 
 
 def test_a_resume_has_a_report_and_one_line_in_the_log(

@@ -36,20 +36,10 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import factories, open_storage
 from reknit.storage.wrappers.retrying import with_retries
 from tests.runs.owners import LONG_S, Owner, Waits, has_ended
-from tests.runs.pieces import numbers, state
+from tests.runs.pieces import numbers, resumed, state
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def opened(root: Path | str, **more: Any) -> int:
-    with Checkpointer(root, wait=True, **more) as run:
-        return run.resume(state())
-
-
-def test_a_folder_without_an_owner_is_opened_without_a_wait(tmp_path: Path, waits: Waits) -> None:
-    assert opened(tmp_path) == 0
-    assert waits.seconds == 0
 
 
 def test_a_run_that_has_ended_is_followed_at_once(
@@ -58,44 +48,45 @@ def test_a_run_that_has_ended_is_followed_at_once(
     owner = Owner(tmp_path)
     owner.beat(ends=True)
     with caplog.at_level(logging.INFO, "reknit"):
-        opened(tmp_path)
+        resumed(tmp_path)
     assert waits.seconds == 0
     (line,) = [each for each in caplog.records if "this run takes" in each.message]
     assert line.levelno == logging.INFO
 
 
-@pytest.mark.parametrize("ends", ["closed", "left by an error", "preempted"])
-def test_a_checkpointer_marks_its_end(tmp_path: Path, waits: Waits, ends: str) -> None:
-    save = reknit.policies.on_preemption(signal.SIGUSR2)
-    run = Checkpointer(tmp_path, wait=True, save=save)
-    run.resume(state())
-    record = newest_record(open_storage(tmp_path))
-    assert record is not None
-    assert not has_ended(open_storage(tmp_path), record)
-    if ends == "left by an error":
-        with pytest.raises(KeyError), run:
-            raise KeyError
-    else:
-        if ends == "preempted":
-            signal.raise_signal(signal.SIGUSR2)
-            assert run.should_save(1)
-            assert run.preempted
-        run.close()
-    assert has_ended(open_storage(tmp_path), record)
+def test_a_checkpointer_marks_its_end_also_when_an_error_or_a_notice_ends_it(
+    tmp_path: Path, waits: Waits
+) -> None:
+    for ends in ("closed", "left by an error", "preempted"):
+        run = Checkpointer(tmp_path, wait=True, save=reknit.policies.on_preemption(signal.SIGUSR2))
+        run.resume(state())
+        record = newest_record(open_storage(tmp_path))
+        assert record is not None
+        assert not has_ended(open_storage(tmp_path), record)
+        if ends == "left by an error":
+            with pytest.raises(KeyError), run:
+                raise KeyError
+        else:
+            if ends == "preempted":
+                signal.raise_signal(signal.SIGUSR2)
+                assert run.should_save(1)
+                assert run.preempted
+            run.close()
+        assert has_ended(open_storage(tmp_path), record), ends
 
 
 def test_a_dead_process_of_this_host_is_followed_at_once(tmp_path: Path, waits: Waits) -> None:
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait()
     Owner(tmp_path, socket.gethostname(), ended.pid)
-    opened(tmp_path)
+    resumed(tmp_path)
     assert waits.seconds == 0
 
 
 def test_a_process_may_begin_several_runs_in_a_folder(tmp_path: Path, waits: Waits) -> None:
     first = Checkpointer(tmp_path, wait=True)
     first.save(1, state(1.0))
-    assert opened(tmp_path) == 2
+    assert resumed(tmp_path)[0] == 2
     assert waits.seconds == 0
     with pytest.raises(FencedError):
         first.save(2, state(2.0))
@@ -108,32 +99,28 @@ def test_a_run_of_an_earlier_version_has_no_heartbeat_and_is_followed_at_once(
     about = owner.about
     del about["beats"]
     owner.root.put(owner.record, json.dumps(about).encode(), if_absent=False)
-    opened(tmp_path)
+    resumed(tmp_path)
     assert waits.seconds == 0
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b'{"host": 1}', b'{"host": "a", "pid": 1, "opened": 1e300}'])
 def test_a_record_that_nobody_can_read_keeps_nobody_out_for_longer_than_a_silence(
-    tmp_path: Path, waits: Waits, text: bytes
+    tmp_path: Path, waits: Waits
 ) -> None:
-    owner = Owner(tmp_path)
-    owner.root.put(owner.record, text, if_absent=False)
-    opened(tmp_path)
-    assert STALE_S - 2 < waits.seconds <= STALE_S + 1, "its run may be about to write the rest"
-    owner = Owner(tmp_path)
-    owner.root.put(owner.record, text, if_absent=False)
-    owner.age(STALE_S + 1)
-    waits.seconds = 0
-    opened(tmp_path)
-    assert waits.seconds == 0
+    for text in (b"{", b"[]", b'{"host": 1}', b'{"host": "a", "pid": 1, "opened": 1e300}'):
+        for silent_s in (0.0, STALE_S + 1):
+            owner = Owner(tmp_path)
+            owner.root.put(owner.record, text, if_absent=False)
+            owner.age(silent_s)
+            waits.seconds = 0
+            resumed(tmp_path)
+            # Its run may be about to write the rest.
+            assert max(0, STALE_S - silent_s - 2) <= waits.seconds <= max(0, STALE_S - silent_s + 1), text
 
 
-@pytest.mark.parametrize("trouble", ["list", "get"])
-@pytest.mark.parametrize("first", [1, 2])
 def test_a_look_without_an_answer_takes_no_folder_from_a_run_that_lives(
-    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch, trouble: str, first: int
+    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, looks = Owner(tmp_path), 0
+    looks, trouble, first = 0, "", 0
 
     def look(root: Any) -> Any:
         nonlocal looks
@@ -152,9 +139,13 @@ def test_a_look_without_an_answer_takes_no_folder_from_a_run_that_lives(
     read = LocalStorage.get
     monkeypatch.setattr(LocalStorage, "get", get)
     monkeypatch.setattr(heartbeat, "newest_if_ended", look)
-    with pytest.raises(UsageError, match="belongs to a run that lives"):
-        opened(tmp_path)
-    assert owner.owns()
+    for now_trouble, now_first in (("list", 1), ("list", 2), ("get", 1), ("get", 2)):
+        trouble = ""
+        owner = Owner(tmp_path / f"{now_trouble}-{now_first}")
+        looks, trouble, first = 0, now_trouble, now_first
+        with pytest.raises(UsageError, match="belongs to a run that lives"):
+            resumed(owner.url)
+        assert owner.owns()
 
 
 def test_the_door_of_a_trainer_waits_for_the_whole_silence_of_a_run_that_it_sees_late(
@@ -173,56 +164,50 @@ def test_the_door_of_a_trainer_waits_for_the_whole_silence_of_a_run_that_it_sees
     assert STALE_S + 8 < waits.seconds <= STALE_S + 12
 
 
-@pytest.mark.parametrize("clock_ahead_s", [0.0, 7200.0, -7200.0])
-def test_only_the_clock_of_the_store_says_how_old_a_beat_is(
-    tmp_path: Path, waits: Waits, clock_ahead_s: float
-) -> None:
-    waits.ahead_s = clock_ahead_s
-    Owner(tmp_path).age(STALE_S + 1)
-    opened(tmp_path)
-    assert waits.seconds == 0
-    Owner(tmp_path).age(10)
-    opened(tmp_path)
-    assert STALE_S - 12 < waits.seconds <= STALE_S - 9
+def test_only_the_clock_of_the_store_says_how_old_a_beat_is(tmp_path: Path, waits: Waits) -> None:
+    for ahead_s in (0.0, 7200.0, -7200.0):
+        for silent_s, least_s, most_s in ((STALE_S + 1, 0, 0), (10, STALE_S - 12, STALE_S - 9)):
+            waits.ahead_s, waits.seconds = ahead_s, 0
+            Owner(tmp_path).age(silent_s)
+            resumed(tmp_path)
+            assert least_s <= waits.seconds <= most_s, (ahead_s, silent_s)
 
 
-@pytest.mark.parametrize("kind", ["local", "memory"])
 def test_a_process_that_was_killed_elsewhere_is_followed_once_its_beats_are_missing(
-    kind: str, tmp_path: Path, waits: Waits, caplog: pytest.LogCaptureFixture
+    waits: Waits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4().hex}/run"
+    url = f"memory://{uuid.uuid4().hex}/run"
     Owner(url)
     with caplog.at_level(logging.WARNING, "reknit"):
-        opened(url)
+        resumed(url)
     assert STALE_S - 2 < waits.seconds <= STALE_S + 1
     assert "waiting up to 30 s for a sign of life of the run that opened" in caplog.text
     assert "process 7 of elsewhere, at 20" in caplog.text
     assert "this run takes" in caplog.text
 
 
-def test_a_process_of_this_host_that_stands_still_is_followed_once_its_beats_are_missing(
-    tmp_path: Path, waits: Waits
+def test_a_process_that_may_live_is_followed_once_its_beats_are_missing(
+    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Owner(tmp_path, socket.gethostname(), 1)
-    opened(tmp_path)
-    assert waits.seconds > STALE_S - 2
+    def followed(pid: int) -> None:
+        waits.seconds = 0
+        Owner(tmp_path, socket.gethostname(), pid)
+        resumed(tmp_path)
+        assert waits.seconds > STALE_S - 2
+
+    followed(1)  # of this host
+    followed(1 << 80)  # a number that no process can have
+    monkeypatch.setattr("reknit.engine.record.run_record._pids", lambda: None)
+    followed(1 << 22)  # a process whose numbers are unknown is not called dead
 
 
-@pytest.mark.parametrize("pid", [os.getpid(), 1 << 22], ids=["number of this process", "number of none"])
-def test_a_container_with_the_name_of_its_host_has_numbers_of_its_own(
-    tmp_path: Path, waits: Waits, pid: int
-) -> None:
-    owner = Owner(tmp_path, socket.gethostname(), pid, in_container=True)
-    waits.during = owner.beat
-    with pytest.raises(UsageError, match="belongs to a run that lives"):
-        opened(tmp_path)
-    assert owner.owns()
-
-
-def test_a_number_that_no_process_of_this_host_can_have_says_nothing(tmp_path: Path, waits: Waits) -> None:
-    Owner(tmp_path, socket.gethostname(), 1 << 80)
-    opened(tmp_path)
-    assert waits.seconds > STALE_S - 2
+def test_a_container_with_the_name_of_its_host_has_numbers_of_its_own(tmp_path: Path, waits: Waits) -> None:
+    for pid in (os.getpid(), 1 << 22):  # of none
+        owner = Owner(tmp_path / str(pid), socket.gethostname(), pid, in_container=True)
+        waits.during = owner.beat
+        with pytest.raises(UsageError, match="belongs to a run that lives"):
+            resumed(owner.url)
+        assert owner.owns()
 
 
 def test_a_forked_process_is_another_one(tmp_path: Path, waits: Waits) -> None:
@@ -234,15 +219,6 @@ def test_a_forked_process_is_another_one(tmp_path: Path, waits: Waits) -> None:
         found = run_record.owner_of(open_storage(tmp_path), mine)
         os._exit(0 if found is not None and not found.is_this and not found.is_gone else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_process_whose_numbers_are_unknown_is_not_called_dead(
-    tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reknit.engine.record.run_record._pids", lambda: None)
-    Owner(tmp_path, socket.gethostname(), 1 << 22)
-    opened(tmp_path)
-    assert waits.seconds > STALE_S - 2
 
 
 def begun(root: Path, how: str) -> Checkpointer:
@@ -257,18 +233,22 @@ def begun(root: Path, how: str) -> Checkpointer:
     return run
 
 
-@pytest.mark.parametrize("how", ["resume", "should_save", "save", "save, replacing"])
-@pytest.mark.parametrize("host", ["elsewhere", "here"])
-def test_a_run_that_lives_keeps_its_folder(tmp_path: Path, waits: Waits, how: str, host: str) -> None:
-    owner = Owner(tmp_path, socket.gethostname() if host == "here" else host, 1)
-    waits.during = lambda: owner.beat() if waits.seconds > EVERY_S / 2 else None
-    before = sorted(each.name for each in tmp_path.iterdir())
-    with pytest.raises(UsageError, match=r"belongs to a run that lives \(process 1 of .*not begin") as caught:
-        begun(tmp_path, how)
-    assert "other_run='take_over'" in (caught.value.remedy or "")
-    assert waits.seconds < EVERY_S
-    assert owner.owns()
-    assert sorted(each.name for each in tmp_path.iterdir()) == before
+def test_a_run_that_lives_keeps_its_folder_however_another_begins(tmp_path: Path, waits: Waits) -> None:
+    for host, how in (
+        *((socket.gethostname(), how) for how in ("resume", "save, replacing")),
+        *(("elsewhere", how) for how in ("resume", "should_save", "save", "save, replacing")),
+    ):
+        root, waits.seconds = tmp_path / f"{host}, {how}", 0
+        owner = Owner(root, host, 1)
+        waits.during = lambda owner=owner: owner.beat() if waits.seconds > EVERY_S / 2 else None  # type: ignore[misc]
+        before = sorted(each.name for each in root.iterdir())
+        match = r"belongs to a run that lives \(process 1 of .*not begin"
+        with pytest.raises(UsageError, match=match) as caught:
+            begun(root, how)
+        assert "other_run='take_over'" in (caught.value.remedy or "")
+        assert waits.seconds < EVERY_S
+        assert owner.owns()
+        assert sorted(each.name for each in root.iterdir()) == before
 
 
 def test_a_run_that_opens_the_folder_during_the_wait_keeps_it(tmp_path: Path, waits: Waits) -> None:
@@ -276,7 +256,7 @@ def test_a_run_that_opens_the_folder_during_the_wait_keeps_it(tmp_path: Path, wa
     others: list[Owner] = []
     waits.during = lambda: others.append(Owner(tmp_path, "a third host")) if not others else None
     with pytest.raises(UsageError, match=r"lives .*a third host"):
-        opened(tmp_path)
+        resumed(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["root", "promote_to"])
@@ -311,7 +291,7 @@ def test_a_run_that_may_not_write_to_a_folder_leaves_its_owner_alone(
 def test_a_run_that_ends_during_the_wait_is_followed_then(tmp_path: Path, waits: Waits) -> None:
     owner = Owner(tmp_path)
     waits.during = lambda: owner.beat(ends=True)
-    opened(tmp_path)
+    resumed(tmp_path)
     assert waits.seconds < 1
 
 
@@ -322,7 +302,7 @@ def test_a_wait_that_may_take_less_time_than_it_needs_leaves_the_folder_to_its_o
     with pytest.raises(
         UsageError, match=r"elsewhere, .* no sign of life within 10 s, but may live"
     ) as caught:
-        opened(tmp_path, options=reknit.SaveOptions(timeout_s=20))
+        resumed(tmp_path, options=reknit.SaveOptions(timeout_s=20))
     assert "a timeout_s of over 60 s" in (caught.value.remedy or "")
     assert "waiting up to 10 s for a sign of life" in caplog.text
     assert waits.seconds < 12
@@ -349,7 +329,7 @@ def test_a_place_of_promotions_that_cannot_be_reached_is_looked_at_without_retri
     monkeypatch.setattr(heartbeat, "newest_if_ended", look)
     monkeypatch.setitem(factories, "far", with_retries(resumes=True)(factory))
     options = reknit.SaveOptions(promote_to="far://there?retry_s=0.01", timeout_s=20)
-    assert opened(tmp_path / "near", options=options) == 0
+    assert resumed(tmp_path / "near", options=options)[0] == 0
     assert len(looked) > 2
     assert all(isinstance(each, LocalStorage) for each in looked)
 

@@ -11,7 +11,7 @@ import reknit
 from reknit import Checkpointer, CheckpointExistsError
 from reknit.errors import UsageError
 from reknit.policies import every
-from tests.runs.pieces import numbers, state
+from tests.runs.pieces import numbers, saved, state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,9 +25,7 @@ def held(path: Path) -> float:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with Checkpointer(tmp_path, wait=True) as run:
-        for step in (10, 20, 30):
-            run.save(step, state(float(step)))
+    saved(tmp_path, 10, 20, 30)
     return tmp_path
 
 

@@ -16,7 +16,7 @@ from reknit.monitor.reports.recorded_operations import read_operations
 from reknit.monitor.reports.report_page import content
 from reknit.policies import every, latest, on_preemption, without
 from reknit.runs import retention
-from tests.runs.pieces import damage, state
+from tests.runs.pieces import damage, resumed, saving, state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,8 +49,7 @@ def test_where_a_run_goes_on_is_told_with_the_steps_that_it_passed_over(
         for step in (1, 2):
             run.save(step, state(float(step)))
     damage(tmp_path / "step_00000002")
-    with Checkpointer(tmp_path, wait=True, options=options(reported)) as run:
-        assert run.resume(state()) == 2
+    assert resumed(tmp_path, options=options(reported))[0] == 2
     nothing, bad, good = ends(reported, "resume")
     assert nothing == ("resume", None, "ok", "there is no checkpoint yet")
     assert bad[:3] == ("resume", 2, "CorruptError")
@@ -115,14 +114,11 @@ def test_promotions_are_told_those_by_agents_and_those_of_steps_that_an_earlier_
 ) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     with Checkpointer(tiers=[Tier(fast), Tier(slow)], options=options(reported)) as run:
-        pending = run.save(1, state())
-        assert pending is not None
-        pending.promoted(60)
+        saving(run, 1, state()).promoted(60)
     assert ends(reported, "promote") == [("promote", 1, "ok", "")]
     with Checkpointer(fast, wait=True, options=options(reported)) as run:
         run.save(2, state())
-    with Checkpointer(tiers=[Tier(fast), Tier(slow, every=every(steps=1))], options=options(reported)) as run:
-        assert run.resume(state()) == 3
+    assert resumed(tiers=[Tier(fast), Tier(slow, every=every(steps=1))], options=options(reported))[0] == 3
     assert ends(reported, "promote")[1:] == [("promote", 2, "ok", "")]
 
 

@@ -42,6 +42,7 @@ from reknit.runs import run_folder
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 from tests.runs.owners import act_as
+from tests.runs.pieces import saving
 from tests.servers import environment, new_url, server
 
 if TYPE_CHECKING:
@@ -61,18 +62,11 @@ def held(path: Path | str) -> float:
     return float(found["model"]["w"][0])
 
 
-def _saved(run: Checkpointer, step: int, state: Any) -> None:
-    pending = run.save(step, state)
-    assert pending is not None
-    pending.result()
-
-
 def steps(root: Path | str) -> list[int | None]:
     return [step.step for step in reknit.steps(root)]
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize(("wait", "resumes"), [(True, False), (False, True)])
 def test_an_earlier_run_commits_nothing_once_a_later_one_has_opened_the_folder(
     tmp_path: Path, wait: bool, resumes: bool
 ) -> None:
@@ -82,11 +76,9 @@ def test_an_earlier_run_commits_nothing_once_a_later_one_has_opened_the_folder(
     with Checkpointer(tmp_path, wait=wait) as new:
         if resumes:
             assert new.resume(state()) == 2
-        first = new.save(2, state(2))
-        assert first is not None
-        first.result()
+        saving(new, 2, state(2)).result()
         with pytest.raises(FencedError, match=r"a newer run .* has opened .*process") as caught:
-            _saved(old, 3, state(-3))
+            saving(old, 3, state(-3)).result()
         assert "evaluation reads with `load`" in (caught.value.remedy or "")
         new.save(3, state(3))
         new.wait()
@@ -187,21 +179,20 @@ class Replacing(LocalStorage):
         return (listed for listed in super().list(prefix) if listed.path not in lost)
 
 
-@pytest.mark.parametrize("gaps", [(), (1, 2), (1, 2, 3), (3,), (1,)])
-def test_a_run_sees_others_whose_records_are_replaced_while_it_lists(
-    gaps: tuple[int, ...], tmp_path: Path
-) -> None:
-    before = paths.run_generation(open_run(LocalStorage(str(tmp_path)), 7))
-    assert before == 7
-    assert paths.run_generation(open_run(Replacing(tmp_path, *gaps), 7, lambda _: Line())) == 8
+def test_a_run_sees_others_whose_records_are_replaced_while_it_lists(tmp_path: Path) -> None:
+    for case, gaps in enumerate([(), (1, 2), (1, 2, 3), (3,), (1,)]):
+        folder = tmp_path / str(case)
+        assert paths.run_generation(open_run(LocalStorage(str(folder)), 7)) == 7
+        found = paths.run_generation(open_run(Replacing(folder, *gaps), 7, lambda _: Line()))
+        assert found == 8, gaps
 
 
-@pytest.mark.parametrize("gaps", [(), (1,)])
-def test_a_record_that_is_replaced_during_a_listing_is_found(gaps: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_record_that_is_replaced_during_a_listing_is_found(tmp_path: Path) -> None:
     open_run(LocalStorage(str(tmp_path)), 7, lambda _: Line([Branch(5, 3, 1)]))
-    assert newest_run(Replacing(tmp_path, *gaps)) == 7
-    generation, line = read_line(Replacing(tmp_path, *gaps))
-    assert (generation, line.branches) == (7, (Branch(5, 3, 1),))
+    for gaps in ((), (1,)):
+        assert newest_run(Replacing(tmp_path, *gaps)) == 7
+        generation, line = read_line(Replacing(tmp_path, *gaps))
+        assert (generation, line.branches) == (7, (Branch(5, 3, 1),))
 
 
 def test_a_run_goes_above_the_generation_of_steps_that_a_clock_ahead_has_saved(tmp_path: Path) -> None:
@@ -252,8 +243,7 @@ def _earlier(root: Path, *numbers: int) -> None:
         reknit.save(root / f"step_{step:08d}", state(step), step=step)
 
 
-@pytest.mark.parametrize("later_steps", ["move", "replace"])
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(("later_steps", "wait"), [("move", False), ("replace", True)])
 def test_steps_of_an_earlier_run_give_way_once_a_step_is_committed_if_asked_for(
     tmp_path: Path, later_steps: Any, wait: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -276,13 +266,12 @@ def test_steps_of_an_earlier_run_give_way_once_a_step_is_committed_if_asked_for(
     assert sum("is removed" in record.message for record in caplog.records) == 2
 
 
-@pytest.mark.parametrize("later_steps", ["move", "replace"])
-def test_steps_of_an_earlier_run_stay_as_long_as_nothing_is_saved(tmp_path: Path, later_steps: Any) -> None:
+def test_steps_of_an_earlier_run_stay_as_long_as_nothing_is_saved(tmp_path: Path) -> None:
     class Bad:
         """An object that cannot be saved."""
 
     _earlier(tmp_path, 1, 2)
-    with Checkpointer(tmp_path, wait=True, later_steps=later_steps) as run:
+    with Checkpointer(tmp_path, wait=True, later_steps="move") as run:
         for bad in ([1, 2], {"model": Bad()}):
             with pytest.raises((UsageError, StateError)):
                 run.save(1, bad)  # type: ignore[arg-type]
@@ -292,13 +281,12 @@ def test_steps_of_an_earlier_run_stay_as_long_as_nothing_is_saved(tmp_path: Path
     assert held(tmp_path / "step_00000001") == -1
 
 
-@pytest.mark.parametrize("later_steps", ["move", "replace"])
-def test_a_step_that_somebody_needs_keeps_all_where_they_are(tmp_path: Path, later_steps: Any) -> None:
+def test_a_step_that_somebody_needs_keeps_all_where_they_are(tmp_path: Path) -> None:
     _earlier(tmp_path, 1, 2, 3)
     reknit.pin(tmp_path / "step_00000002", "mine")
     (tmp_path / "step_00000003" / "manifest.json").write_bytes(b"{")
     with (
-        Checkpointer(tmp_path, wait=True, later_steps=later_steps) as run,
+        Checkpointer(tmp_path, wait=True, later_steps="replace") as run,
         pytest.raises(UsageError, match=r"(?s)nothing was changed: .*step_00000003: .*step_00000002: .*mine"),
     ):
         run.save(1, state())
@@ -364,18 +352,15 @@ def test_a_folder_that_may_only_be_read_is_resumed_from_and_not_opened(
     assert any("is read, and not opened for writing: not here" in each.message for each in caplog.records)
 
 
-@pytest.mark.parametrize(
-    ("url", "above"),
-    [
+def test_the_folder_above_a_step_keeps_the_options_of_its_url() -> None:
+    for url, above in (
         ("/step_1", "/"),
         ("file:///step_1", "file:///"),
         ("/a/run/step_1", "/a/run"),
         ("s3://bucket/run/step_1?x=1", "s3://bucket/run?x=1"),
         ("mem://run/step_1", "mem://run"),
-    ],
-)
-def test_the_folder_above_a_step_keeps_the_options_of_its_url(url: str, above: str) -> None:
-    assert folder_above(url) == above
+    ):
+        assert folder_above(url) == above
 
 
 def test_a_save_to_a_path_that_a_later_generation_wrote_is_decided_by_the_record(tmp_path: Path) -> None:

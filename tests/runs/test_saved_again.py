@@ -11,7 +11,7 @@ import reknit
 from reknit import Checkpointer, SaveOptions, Tier
 from reknit.policies import every
 from reknit.testing.world import run_ranks
-from tests.runs.pieces import numbers, state
+from tests.runs.pieces import numbers, saving, state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,17 +19,21 @@ if TYPE_CHECKING:
     from reknit.comm.group import Group
 
 
-@pytest.mark.parametrize("wait", [False, True])
-@pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("removed", ["rm", "mv", "rm of the whole folder", "reknit"])
+@pytest.mark.parametrize(
+    ("removed", "force", "wait"),
+    [
+        ("rm", False, False),
+        ("mv", True, True),
+        ("rm of the whole folder", True, False),
+        ("reknit", False, True),
+    ],
+)
 def test_a_step_that_was_removed_is_saved_again(
     tmp_path: Path, removed: str, force: bool, wait: bool
 ) -> None:
     root = tmp_path / "run"
     with Checkpointer(root, wait=wait) as run:
-        first = run.save(5, state(1.0))
-        assert first is not None
-        first.result()
+        saving(run, 5, state(1.0)).result()
         if removed == "rm":
             shutil.rmtree(root / "step_00000005")
         elif removed == "mv":
@@ -38,9 +42,7 @@ def test_a_step_that_was_removed_is_saved_again(
             reknit.delete(root / "step_00000005")
         else:
             shutil.rmtree(root)
-        again = run.save(5, state(2.0), force=force)
-        assert again is not None
-        again.result()
+        saving(run, 5, state(2.0), force=force).result()
         run.save(6, state(3.0))
     assert numbers(root) == [5, 6]
     target = state()
@@ -51,15 +53,13 @@ def test_a_step_that_was_removed_is_saved_again(
 def test_a_step_that_is_there_is_not_saved_again_wherever_its_files_are(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with Checkpointer(root) as run:
-        first = run.save(5, state(1.0))
-        assert first is not None
+        first = saving(run, 5, state(1.0))
         first.result()
         assert run.save(5, state(2.0), force=True) is first
         reknit.cool(root / "step_00000005", tmp_path / "cold")
         assert run.save(5, state(2.0), force=True) is first
     with Checkpointer(tiers=[Tier(tmp_path / "fast"), Tier(tmp_path / "slow")]) as run:
-        first = run.save(5, state(1.0))
-        assert first is not None
+        first = saving(run, 5, state(1.0))
         first.wait_promoted()
         shutil.rmtree(tmp_path / "fast" / "step_00000005")
         assert run.save(5, state(2.0), force=True) is first
@@ -69,9 +69,7 @@ def test_copies_of_a_step_that_was_removed_are_replaced(tmp_path: Path) -> None:
     options = SaveOptions(promote_to=str(tmp_path / "copies"))
     with Checkpointer(tmp_path / "run", options=options) as run:
         for value in (1.0, 2.0):
-            saved = run.save(5, state(value))
-            assert saved is not None
-            saved.promoted()
+            saving(run, 5, state(value)).promoted()
             shutil.rmtree(tmp_path / "run" / "step_00000005")
     target = state()
     reknit.load(tmp_path / "copies" / "step_00000005", target)
@@ -83,13 +81,9 @@ def test_a_step_whose_save_failed_is_saved_again_without_force(tmp_path: Path) -
     root.mkdir()
     (root / "step_00000005").touch()  # in the place of a folder
     with Checkpointer(root) as run:
-        failed = run.save(5, state())
-        assert failed is not None
-        failed.wait()
+        saving(run, 5, state()).wait()
         (root / "step_00000005").unlink()
-        again = run.save(5, state())
-        assert again is not None
-        again.result()
+        saving(run, 5, state()).result()
     assert numbers(root) == [5]
 
 
@@ -97,9 +91,7 @@ def test_all_ranks_save_a_step_again_that_was_removed(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         with Checkpointer(tmp_path / "run", save=every(steps=5), group=group) as run:
             for value in (1.0, 2.0):
-                saved = run.save(5, state(value))
-                assert saved is not None
-                saved.result()
+                saving(run, 5, state(value)).result()
                 if group.rank == 0 and value == 1.0:
                     shutil.rmtree(tmp_path / "run" / "step_00000005")
 

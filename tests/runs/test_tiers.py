@@ -16,7 +16,7 @@ from reknit.runs import cadence
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import wait_until
-from tests.runs.pieces import damage, numbers, state
+from tests.runs.pieces import damage, numbers, saved, saving, state
 from tests.servers import environment, new_url
 from tests.storage.killpoint import faulty_url, register_faulty
 from tests.storage.process_memory import ProcessMemory
@@ -109,9 +109,7 @@ def test_items_that_one_tier_has_dropped_are_had_from_another(tmp_path: Path) ->
 
 def test_what_an_earlier_run_did_not_come_to_promote_is_promoted(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    with Checkpointer(a, wait=True) as run:
-        for step in (4, 5, 6, 8, 9, 10):
-            run.save(step, state(float(step)))
+    saved(a, 4, 5, 6, 8, 9, 10)
     reknit.promote(a / "step_00000004", b / "step_00000004")
     with run_of(Tier(a, keep=latest(1)), Tier(b, every=3, keep=latest(2))) as run:
         assert run.resume(state()) == 11
@@ -122,9 +120,7 @@ def test_what_an_earlier_run_did_not_come_to_promote_is_promoted(tmp_path: Path)
 def test_steps_that_are_promoted_late_stay_until_they_are_there(tmp_path: Path) -> None:
     register_faulty()
     a, b, gate = tmp_path / "a", tmp_path / "b", tmp_path / "gate"
-    with Checkpointer(a, wait=True) as run:
-        for step in (1, 2, 3):
-            run.save(step, state(float(step)))
+    saved(a, 1, 2, 3)
     slow = faulty_url(b, Fault("stall", 1, "finish"), gate=gate)
     with run_of(Tier(a, keep=latest(1)), Tier(slow)) as run:
         assert run.resume(state()) == 4
@@ -136,9 +132,7 @@ def test_steps_that_are_promoted_late_stay_until_they_are_there(tmp_path: Path) 
 def test_damaged_steps_are_not_promoted_late_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(tmp_path / "a", wait=True) as run:
-        for step in (1, 2):
-            run.save(step, state(float(step)))
+    saved(tmp_path / "a", 1, 2)
     damage(tmp_path / "a" / "step_00000001")
     with run_of(Tier(tmp_path / "a"), Tier(tmp_path / "b")) as run:
         assert run.resume(state()) == 3
@@ -152,12 +146,10 @@ def test_a_tier_that_is_busy_gets_the_next_step_that_is_saved_and_delays_no_othe
     slow = faulty_url(b, Fault("stall", 1, "finish"), gate=gate)
     tiers = [Tier(a, keep=latest(1)), Tier(slow, every=2), Tier(c, keep=latest(2))]
     with run_of(*tiers, wait=False) as run:
-        first = run.save(2, state(2.0))
-        assert first is not None
+        first = saving(run, 2, state(2.0))
         wait_until(lambda: first.promotion_done(1), 60)
         for step in (4, 5):
-            save = run.save(step, state(float(step)))
-            assert save is not None
+            save = saving(run, step, state(float(step)))
             save.wait_promoted(60)
         run.wait()
         assert (numbers(a), numbers(b), numbers(c)) == ([2, 5], [], [4, 5])
@@ -228,12 +220,15 @@ def test_all_ranks_promote_the_same_steps_where_rank_0_decides(tmp_path: Path) -
     assert steps == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_the_last_step_before_the_end_goes_to_the_tiers_that_ask_for_it(tmp_path: Path, asked: bool) -> None:
-    a, b, notice = tmp_path / "a", tmp_path / "b", tmp_path / "notice"
+def test_the_last_step_before_the_end_goes_to_the_tiers_that_ask_for_it(tmp_path: Path) -> None:
+    a, b, c, notice = (tmp_path / name for name in ("a", "b", "c", "notice"))
     end = on_preemption(file=notice)
-    pace = every(steps=4) | end if asked else every(steps=4)
-    with run_of(Tier(a, every=every(steps=1) | end), Tier(b, every=pace)) as run:
+    tiers = [
+        Tier(a, every=every(steps=1) | end),
+        Tier(b, every=every(steps=4) | end),
+        Tier(c, every=every(steps=4)),
+    ]
+    with run_of(*tiers) as run:
         for step in range(1, 8):
             if step == 6:
                 notice.touch()
@@ -241,41 +236,35 @@ def test_the_last_step_before_the_end_goes_to_the_tiers_that_ask_for_it(tmp_path
             run.wait()  # a tier that is busy is passed over
             if run.preempted:
                 break
-    assert numbers(a) == [1, 2, 3, 4, 5, 6]
-    assert numbers(b) == ([4, 6] if asked else [4])
+    assert (numbers(a), numbers(b), numbers(c)) == ([1, 2, 3, 4, 5, 6], [4, 6], [4])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
+def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    a = Tier("a")
+    refused: list[tuple[dict[str, Any], str]] = [
         ({}, "a root, or tiers"),
         ({"root": "a", "tiers": [Tier("b")]}, "not both"),
         ({"tiers": []}, "list of reknit.Tier"),
         ({"tiers": ["mem://run"]}, "list of reknit.Tier"),
-        ({"tiers": [Tier("a"), Tier("./a")]}, "one root"),
-        ({"tiers": [Tier("a")], "save": every(5)}, r"save=.* beside tiers"),
-        ({"tiers": [Tier("a")], "keep": latest(5)}, r"keep=.* beside tiers"),
-        ({"tiers": [Tier("a")], "options": SaveOptions(promote_to="b")}, "promote_to"),
-        ({"tiers": [Tier("a")], "load_options": reknit.LoadOptions(replicas=("b",))}, "replicas"),
+        ({"tiers": [a, Tier("./a")]}, "one root"),
+        ({"tiers": [a], "save": every(5)}, r"save=.* beside tiers"),
+        ({"tiers": [a], "keep": latest(5)}, r"keep=.* beside tiers"),
+        ({"tiers": [a], "options": SaveOptions(promote_to="b")}, "promote_to"),
+        ({"tiers": [a], "load_options": reknit.LoadOptions(replicas=("b",))}, "replicas"),
         ({"tiers": [Tier("a", bytes_per_s=5)]}, "first tier"),
         ({"tiers": [Tier("a", every=latest(5))]}, "which steps to keep"),
         ({"tiers": [Tier("a", every=0)]}, "steps"),
         ({"tiers": [Tier("a", keep=on_preemption())]}, "when to save"),
-        ({"tiers": [Tier("a"), Tier("b", every=at(5) | on_preemption())]}, "does not watch for"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], match: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=match):
-        Checkpointer(**arguments)
-
-
-@pytest.mark.parametrize("wrong", [{"root": ""}, {"root": 7}, {"root": "a", "bytes_per_s": 0}])
-def test_a_tier_is_a_place_and_a_rate(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"root|bytes_per_s"):
-        Tier(**wrong)
+        ({"tiers": [a, Tier("b", every=at(5) | on_preemption())]}, "does not watch for"),
+    ]
+    for arguments, match in refused:
+        with pytest.raises(UsageError, match=match):
+            Checkpointer(**arguments)
+    wrong: list[dict[str, Any]] = [{"root": ""}, {"root": 7}, {"root": "a", "bytes_per_s": 0}]
+    for each in wrong:
+        with pytest.raises(UsageError, match=r"root|bytes_per_s"):
+            Tier(**each)
 
 
 def test_memory_a_disk_and_s3_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,9 +278,7 @@ def test_memory_a_disk_and_s3_together(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     with run_of(*tiers, wait=False) as run:
         for step in range(1, 9):
-            pending = run.save(step, state(float(step)))
-            assert pending is not None
-            pending.wait_promoted(60)
+            saving(run, step, state(float(step))).wait_promoted(60)
         run.wait()
         assert [[each.step for each in reknit.steps(tier.root)] for tier in tiers] == [[7, 8], [8], [4, 8]]
     held = state()

@@ -11,7 +11,7 @@ from reknit.errors import ReknitError
 from reknit.policies import at, best, every, latest, on_preemption
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.world import run_ranks
-from tests.runs.pieces import damage, numbers, state
+from tests.runs.pieces import damage, numbers, resumed, saved, state
 from tests.storage.killpoint import faulty_url, register_faulty
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 def test_a_run_that_passed_over_damaged_steps_keeps_what_it_went_on_from(tmp_path: Path) -> None:
     """Only a load sees that the bytes of the files differ; the files are newer than the next save."""
-    with Checkpointer(tmp_path, wait=True) as run:
-        for step in (5, 10, 15):
-            run.save(step, state(float(step)))
+    saved(tmp_path, 5, 10, 15)
     for step in (10, 15):
         damage(tmp_path / f"step_{step:08d}")
     with Checkpointer(tmp_path, keep=latest(2), wait=True) as run:
@@ -105,10 +103,7 @@ def test_of_two_folders_with_one_step_the_other_is_taken_where_one_is_damaged(tm
     reknit.save(tmp_path / "copy", state(1.0), step=10)
     reknit.save(tmp_path / "step_00000010", state(2.0), step=10)
     damage(tmp_path / "step_00000010")
-    held = state()
-    with Checkpointer(tmp_path) as run:
-        assert run.resume(held) == 11
-    assert held["model"]["w"][0] == 1.0
+    assert resumed(tmp_path) == (11, 1)
 
 
 def test_a_step_is_found_though_a_folder_of_its_name_has_no_checkpoint(tmp_path: Path) -> None:
@@ -122,8 +117,7 @@ def test_a_run_goes_on_after_the_step_of_the_manifest_whatever_the_folder_is_cal
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reknit.save(tmp_path / "step_00000010", state(), step=20)
-    with Checkpointer(tmp_path) as run:
-        assert run.resume(state()) == 21
+    assert resumed(tmp_path)[0] == 21
     assert "step_00000010 holds step 20" in caplog.text
 
 

@@ -15,11 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from reknit.comm.tree.machine import RoundMachine
-from reknit.errors import CommError, StorageError
-from reknit.monitor import phase
 from reknit.testing.faulty_storage import Fault
 from tests.simulation import clock, job, oracle
-from tests.simulation.clock import EPOCH_S, TRACE_LINES, Schedule
+from tests.simulation.clock import TRACE_LINES, Schedule
 from tests.simulation.process import Process
 from tests.simulation.simulator import (
     Crash,
@@ -71,12 +69,6 @@ def test_a_seed_repeats_itself_and_another_one_does_not() -> None:
     assert [e.outcome for e in first.endings] == [e.outcome for e in again.endings]
 
 
-def test_saves_to_several_folders_are_several_checkpoints() -> None:
-    saves = (Save("a"), Save("b", overwrite=False), Save("a"))
-    result = simulate(1, ranks=3, saves=saves)
-    assert [c.folder for c in result.commits[:3]] == ["a", "b", "a"]
-
-
 def test_a_save_where_a_checkpoint_is_fails_on_all_ranks_unless_it_may_overwrite() -> None:
     result = simulate(1, ranks=3, saves=(Save(), Save(overwrite=False)), faults=(Weather(),), recover=False)
     assert {who: reported for who, reported in result.outcomes().items() if who[0] == 1} == {
@@ -87,56 +79,25 @@ def test_a_save_where_a_checkpoint_is_fails_on_all_ranks_unless_it_may_overwrite
 # Possible faults.
 
 
-def test_the_death_of_a_rank_is_an_error_on_all_others() -> None:
-    assert outcomes(Crash(4, 5)) == dict.fromkeys(range(4), "CommError")
-
-
-def test_a_silent_death_is_a_deadline_that_passes() -> None:
-    reported = outcomes(Crash(4, 5, silent=True))
-    assert reported == dict.fromkeys(range(4), "DeadlineError")
-
-
-def test_a_stopped_rank_goes_on_as_if_nothing_had_been() -> None:
-    assert set(outcomes(Stop(4, 5, 10.0)).values()) == {"ok"}
-
-
-def test_a_rank_stopped_for_ever_is_missed_in_time() -> None:
-    assert outcomes(Stop(4, 5, inf)) == dict.fromkeys(range(4), "DeadlineError")
-
-
-@pytest.mark.parametrize("noticed_s", [None, 0.1])
-def test_a_cut_connection_is_an_error_on_all_ranks(noticed_s: float | None) -> None:
-    reported = outcomes(Cut(4, 2, noticed_s))
-    assert set(reported) == set(range(5))
-    assert "ok" not in reported.values()
-
-
-def test_an_interrupt_ends_the_save_on_all_ranks() -> None:
-    reported = outcomes(Interrupt(2, 5))
-    assert reported.pop(2) == "KeyboardInterrupt"
-    assert set(reported) == {0, 1, 3, 4}
-    assert "ok" not in reported.values()
-
-
-def test_a_disk_that_fails_is_the_same_error_on_all_ranks() -> None:
-    fault = DiskFault(3, Fault("full", 1, "write"))
-    assert outcomes(fault) == dict.fromkeys(range(5), "StorageFullError")
-
-
-def test_a_disk_that_stalls_is_waited_for() -> None:
-    assert set(outcomes(DiskFault(3, Fault("stall", 1, "write"), stall_s=9.0)).values()) == {"ok"}
-
-
-def test_a_partition_that_ends_in_time_is_borne_when_nothing_gets_lost() -> None:
-    assert set(outcomes(Partition((1, 3), 0.0, 9.0)).values()) == {"ok"}
+def test_a_fault_is_borne_or_is_the_error_of_all_ranks() -> None:
+    faults: list[tuple[object, str, set[int]]] = [
+        (Crash(4, 5), "CommError", {4}),
+        (Crash(4, 5, silent=True), "DeadlineError", {4}),
+        (Stop(4, 5, 10.0), "ok", set()),
+        (Stop(4, 5, inf), "DeadlineError", {4}),
+        (DiskFault(3, Fault("full", 1, "write")), "StorageFullError", set()),
+        (DiskFault(3, Fault("stall", 1, "write"), stall_s=9.0), "ok", set()),
+        (Partition((1, 3), 0.0, 9.0), "ok", set()),
+        (Weather(lost=1.0), "DeadlineError", set()),
+    ]
+    for fault, outcome, silent in faults:
+        assert outcomes(fault) == dict.fromkeys(set(range(5)) - silent, outcome), fault
+    for fault in (Cut(4, 2, None), Cut(4, 2, 0.1), Interrupt(2, 5)):
+        reported = outcomes(fault)
+        assert set(reported) == set(range(5)), fault
+        assert "ok" not in reported.values(), fault
+        assert (reported[2] == "KeyboardInterrupt") == isinstance(fault, Interrupt)
     assert "ok" not in outcomes(Partition((1, 3), 0.0, 9.0, kept=False)).values()
-
-
-def test_messages_that_all_get_lost_are_a_deadline_that_passes() -> None:
-    assert outcomes(Weather(lost=1.0)) == dict.fromkeys(range(5), "DeadlineError")
-
-
-def test_messages_that_come_twice_and_late_change_nothing() -> None:
     assert set(outcomes(Weather(doubled=0.8, slow=0.5), saves=4, number=3).values()) == {"ok"}
 
 
@@ -281,74 +242,6 @@ def test_a_dead_process_executes_nothing_more() -> None:
     assert done == [0, -1]  # only where it touches nothing that others see
 
 
-def test_a_stopped_process_does_its_actions_when_it_goes_on() -> None:
-    schedule, process = schedule_and_process({1: [lambda p: p.stop(5.0)]})
-    done: list[float] = []
-    for moment in (1.0, 2.0, 7.0):
-        schedule.at(moment, lambda: process.later("act", lambda: done.append(schedule.moment)))
-    schedule.run(until_s=100)
-    assert done == [6.0, 6.0, 7.0]
-
-
-def test_the_clock_of_deadlines_is_virtual_inside_and_real_outside() -> None:
-    seen = []
-
-    def collect(moment: float, end: float) -> None:
-        seen.append((moment, end))
-
-    schedule, process = schedule_and_process({})
-    token = phase.CLOCK.set(schedule)
-    try:
-        deadline = phase.Deadline(10)
-
-        def work() -> None:
-            process.sleep(4.0)
-            collect(phase.now() - EPOCH_S, deadline.remaining())
-
-        process.start(work)
-        schedule.run(until_s=100)
-    finally:
-        phase.CLOCK.reset(token)
-    assert seen == [(4.0, 6.0)]
-    assert phase.now() > EPOCH_S + 10
-
-
-def disk_of(work: Callable[[SimStorage], None], plan: dict[int, list[Callable[[Process], None]]]) -> Disk:
-    """Return the disk after a process has done its work on it."""
-    schedule, process = schedule_and_process(plan)
-    disk = Disk(Random(1), 0.001)
-    process.start(lambda: work(SimStorage(disk, process)))
-    schedule.run(until_s=100)
-    process.unwind()
-    return disk
-
-
-def test_a_file_appears_when_it_is_finished_and_a_name_is_given_once() -> None:
-    def work(storage: SimStorage) -> None:
-        writer = storage.create("a/b", 4)
-        with pytest.raises(StorageError, match="exists"):
-            storage.create("a/b", 4)
-        writer.write(2, memoryview(b"34"))
-        with pytest.raises(StorageError, match="missing"):
-            writer.finish()
-        writer.write(0, memoryview(b"12"))
-        writer.finish()
-        assert storage.size("a/b") == 4
-        assert [tuple(listed) for listed in storage.sub("a").list()] == [("b", 4)]
-
-    assert disk_of(work, {}).files == {"a/b": b"1234"}
-
-
-def test_a_commit_needs_its_marker() -> None:
-    def work(storage: SimStorage) -> None:
-        storage.put("marker", b"", if_absent=False)
-        assert storage.commit("manifest", b"1", pending="marker", if_absent=True)
-        with pytest.raises(StorageError):
-            storage.commit("manifest", b"2", pending="marker", if_absent=False)
-
-    assert disk_of(work, {}).files == {"manifest": b"1"}
-
-
 def test_a_request_of_a_process_that_dies_meanwhile_may_still_be_done() -> None:
     done = set()
     for seed in range(20):
@@ -372,10 +265,3 @@ def test_a_missing_greenlet_names_the_extra() -> None:
     )
     reported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "pip install greenlet" in reported
-
-
-def test_errors_of_rounds_are_those_of_the_real_machine() -> None:
-    result = simulate(1, ranks=2, faults=(Crash(1, 1, silent=True),), timeout_s=3.0, recover=False)
-    (ending,) = result.endings
-    assert isinstance(ending.error, CommError)
-    assert "rank 1 did not come to round 0 ('assign') within 3 s" in str(ending.error)

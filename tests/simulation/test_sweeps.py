@@ -81,14 +81,12 @@ def test_a_rank_that_stops_for_a_while_at_any_step_harms_nothing(rank: int) -> N
         assert set(result.outcomes().values()) == {"ok"}
 
 
-@ROLES
-@pytest.mark.parametrize("seconds", [LONG_S, inf], ids=["long", "for_ever"])
+@pytest.mark.parametrize(("rank", "seconds"), [(ROOT, LONG_S), (INNER, inf), (LEAF, LONG_S)])
 def test_a_rank_that_stops_for_long_at_any_step_is_an_error_in_time(rank: int, seconds: float) -> None:
     sweep(lambda step: Stop(rank, step, seconds), first=overwriting(rank))
 
 
-@pytest.mark.parametrize("rank", [INNER, LEAF], ids=["inner", "leaf"])
-@pytest.mark.parametrize("noticed_s", [None, 0.01], ids=["silent", "noticed"])
+@pytest.mark.parametrize(("rank", "noticed_s"), [(INNER, None), (LEAF, 0.01)], ids=["silent", "noticed"])
 def test_a_connection_that_breaks_at_any_step_is_an_error_in_time(rank: int, noticed_s: float | None) -> None:
     sweep(lambda step: Cut(rank, step, noticed_s), first=overwriting(rank))
 

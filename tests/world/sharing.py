@@ -11,18 +11,16 @@ from unittest import mock
 import numpy as np
 from msgspec.structs import replace
 
-from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.sharing import share_out, shared_read
 from reknit.format.checksum import block_digests
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.format.paths import MANIFEST_PATH
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.storage.base import Reading
 from reknit.testing.world import run_ranks
 from reknit.types.wanted import Wanted
 from tests.engine.saved import CountingStorage
+from tests.world.jobs import load_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -191,17 +189,15 @@ class World:
         def rank(group: Group) -> LoadReport:
             self._here.name = f"host {self.hosts[group.rank]}"
             items = tuple(sorted({shard.item for shard in shards[group.rank]} or {"model"}))
-            job = LoadJob(
-                want=lambda _: Wanted(items, tuple(shards[group.rank])),
-                group=group,
-                storage=self.stores[group.rank],
-                items=items,
-                options=each[group.rank],
-                recorder=Recorder("load", group.rank),
+            return load_rank(
+                group,
+                self.stores[group.rank],
+                lambda _: Wanted(items, tuple(shards[group.rank])),
+                each[group.rank],
+                items,
                 carrier=(lambda: ThreadCarrier(self.hub, group.rank)) if carries else None,
                 lenient=lenient,
             )
-            return load(job)
 
         with ExitStack() as last:
             last.enter_context(mock.patch.object(shared_read, "host_name", self._host))

@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
-from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -24,7 +20,6 @@ from reknit.errors import (
     StorageFullError,
 )
 from reknit.format.paths import parse_path
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -34,12 +29,14 @@ from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
 from reknit.types.wanted import Wanted
 from tests.running.examples import some, thinned
 from tests.storage.process_memory import ProcessMemory
+from tests.world.jobs import load_rank, save_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from reknit.comm.group import Group
+    from reknit.engine.call_reports import LoadReport, SaveReport
     from reknit.storage.base import Storage
 
 SIZE = 3
@@ -74,47 +71,28 @@ def holdings(rank: int, value: int) -> Holdings:
 def save_with(stores: list[Storage], value: int, *, overwrite: bool = True) -> list[Outcome]:
     """Save as three ranks, each through its own view of the store."""
 
-    def rank(group: Group) -> Outcome:
-        to = stores[group.rank]
-        recorder = Recorder("save", group.rank)
-        job = SaveJob(
-            collect=lambda: holdings(group.rank, value),
-            group=group,
-            storage=to,
-            options=SAVE,
-            recorder=recorder,
-            step=value,
-            overwrite=overwrite,
-        )
-        return save(job)[0]
+    return _outcomes(lambda group: save_value(group, stores[group.rank], value, overwrite=overwrite))
 
-    return _outcomes(rank)
+
+def save_value(group: Group, to: Storage, value: int, *, overwrite: bool) -> SaveReport:
+    """Save as one rank."""
+    about = {"step": value, "overwrite": overwrite}
+    return save_rank(group, to, lambda: holdings(group.rank, value), SAVE, **about)
 
 
 def load_with(stores: list[Storage], targets: list[np.ndarray[Any, Any]]) -> list[Outcome]:
     """Load the whole tensors as three ranks."""
 
-    def rank(group: Group) -> Outcome:
-        return load(load_job(group, stores[group.rank], targets[group.rank]))
-
-    return _outcomes(rank)
+    return _outcomes(lambda group: load_both(group, stores[group.rank], targets[group.rank]))
 
 
-def load_job(group: Group, storage: Storage, target: np.ndarray[Any, Any]) -> LoadJob:
-    """Return the load of both tensors."""
+def load_both(group: Group, storage: Storage, target: np.ndarray[Any, Any]) -> LoadReport:
+    """Load both tensors as one rank."""
     names = ("cut", "all")
     shards = tuple(
         Shard("model", name, SPEC, Box.whole(SPEC.shape), None, target[n]) for n, name in enumerate(names)
     )
-    recorder = Recorder("load", group.rank)
-    return LoadJob(
-        want=lambda _: Wanted(("model",), shards),
-        group=group,
-        storage=storage,
-        items=("model",),
-        options=LOAD,
-        recorder=recorder,
-    )
+    return load_rank(group, storage, lambda _: Wanted(("model",), shards), LOAD)
 
 
 def _outcomes(action: Any) -> list[Outcome]:
@@ -135,7 +113,7 @@ def value_in(storage: Storage) -> int | None:
         return None
     assert report.ok, report.problems
     target = np.zeros((2, 30, 4))
-    value = load(load_job(SoloGroup(), storage, target)).step
+    value = load_both(SoloGroup(), storage, target).step
     assert value is not None
     assert (target == whole(value)).all()
     return value
@@ -213,8 +191,7 @@ def test_a_save_in_which_any_operation_fails_leaves_the_old_checkpoint_or_the_ne
         assert len(strays(storage)) == 1, "the next save clears away the files of a failed save"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", some(KINDS))
+@pytest.mark.parametrize(("kind", "rank"), thinned(itertools.product(some(KINDS), (0, 1)), 3))
 def test_a_load_in_which_any_operation_fails_is_an_error_on_all_ranks_and_can_be_repeated(
     kind: str, rank: int
 ) -> None:
@@ -259,19 +236,8 @@ def test_an_interrupt_behind_the_commit_takes_nothing_of_the_checkpoint_away(tmp
     stores: list[Storage] = [failing, inner, inner]
 
     def rank(group: Group) -> str:
-        recorder = Recorder("save", group.rank)
         try:
-            save(
-                SaveJob(
-                    collect=lambda: holdings(group.rank, 2),
-                    group=group,
-                    storage=stores[group.rank],
-                    options=SAVE,
-                    recorder=recorder,
-                    step=2,
-                    overwrite=True,
-                )
-            )
+            save_value(group, stores[group.rank], 2, overwrite=True)
         except (ReknitError, KeyboardInterrupt) as error:
             return type(error).__name__
         return "ok"

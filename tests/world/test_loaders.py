@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
-from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import CheckpointNotFoundError, MismatchError, StorageError
 from reknit.format.paths import parse_path
 from reknit.frameworks.registry import collect, wanted
-from reknit.monitor.phase import Recorder
-from reknit.options import LoadOptions, SaveOptions
+from reknit.options import LoadOptions
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.world import run_ranks
 from tests.dataloader.corpora import Ledger, loader, token_set
 from tests.engine.saved import CountingStorage, fresh
+from tests.world.jobs import load_rank, save_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,19 +29,10 @@ if TYPE_CHECKING:
 SETS = [token_set("web", 300, 12, 3.0), token_set("code", 90, 6)]
 
 
-def saved(storage: Storage, job: Sequence[TokenLoader], **options: Any) -> None:
+def saved(storage: Storage, job: Sequence[TokenLoader]) -> None:
     def act(group: Group) -> None:
         state = {"loader": job[group.rank]}
-        save(
-            SaveJob(
-                collect=lambda: collect(state, group.rank, group.size),
-                group=group,
-                storage=storage,
-                options=SaveOptions(**options),
-                recorder=Recorder("save", group.rank),
-                step=1,
-            )
-        )
+        save_rank(group, storage, lambda: collect(state, group.rank, group.size), step=1)
 
     run_ranks(len(job), act)
 
@@ -52,16 +40,12 @@ def saved(storage: Storage, job: Sequence[TokenLoader], **options: Any) -> None:
 def resumed(stores: Sequence[Storage], job: Sequence[TokenLoader], *lenient: str) -> None:
     def act(group: Group) -> None:
         state = {"loader": job[group.rank]}
-        load(
-            LoadJob(
-                want=lambda catalog: wanted(state, catalog, group.rank, group.size),
-                group=group,
-                storage=stores[group.rank],
-                items=("loader",),
-                options=LoadOptions(),
-                recorder=Recorder("load", group.rank),
-                lenient=lenient,
-            )
+        load_rank(
+            group,
+            stores[group.rank],
+            lambda catalog: wanted(state, catalog, group.rank, group.size),
+            items=("loader",),
+            lenient=lenient,
         )
 
     run_ranks(len(job), act)
@@ -124,9 +108,9 @@ def test_when_a_rank_saved_no_shards_the_load_fails_on_all_ranks_and_says_whose_
     assert next(after[0]).samples[0].tolist()[3] == 0
 
 
-@pytest.mark.parametrize("kind", ["error", "lost"])
-def test_a_shard_that_cannot_be_written_fails_the_save_and_leaves_nothing(kind: Any) -> None:
-    for at in (1, 9, 19):
+def test_a_shard_that_cannot_be_written_fails_the_save_and_leaves_nothing() -> None:
+    kind: Any
+    for kind, at in itertools.product(("error", "lost"), (1, 9, 19)):
         storage = fresh("faulty-loader")
         faulty = FaultyStorage(storage, plan=[Fault(kind, at, "finish")])
         with pytest.raises(StorageError, match="loader/"):

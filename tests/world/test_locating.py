@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 
 from reknit.engine.loading import read
-from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
 from reknit.errors import CorruptError, ReknitError
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.planner.load import plan_load
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from tests.storage.process_memory import ProcessMemory
+from tests.world.jobs import load_rank
 from tests.world.layouts import Model, wants
 from tests.world.test_resharding import assert_equal, save_on
 
 if TYPE_CHECKING:
+    import pytest
+
     from reknit.comm.group import Group
     from reknit.types.manifest import Index
     from reknit.types.shard import Shard
@@ -64,18 +64,8 @@ def load_all(
 
     def rank(group: Group) -> ReknitError | None:
         shards, chosen = targets[group.rank], LoadOptions(timeout_s=30, **options)
-        recorder = Recorder("load", group.rank)
         try:
-            load(
-                LoadJob(
-                    want=lambda _: wants(shards),
-                    group=group,
-                    storage=stores[group.rank],
-                    items=("model",),
-                    options=chosen,
-                    recorder=recorder,
-                )
-            )
+            load_rank(group, stores[group.rank], lambda _: wants(shards), chosen)
         except ReknitError as error:
             return error
         return None
@@ -112,17 +102,17 @@ def test_a_rank_that_wants_its_shards_holds_just_their_rows_and_files(
     assert all(len(index.files) == 1 for index in held)
 
 
-@pytest.mark.parametrize("share", ["auto", "never"])
-def test_replicas_divide_the_files_that_they_look_at(share: str) -> None:
+def test_replicas_divide_the_files_that_they_look_at() -> None:
     stored = saved("locating-replicas")
     files = {listed.path for listed in stored.list() if listed.path.endswith(".safetensors")}
-    stores, targets, errors = load_all(stored, REPLICATED, share=share)
-    assert errors == [None] * SIZE
-    for shards in targets:
-        assert_equal(model(), shards)
-    looks = looked_at(stores)
-    assert sum(looks, Counter()) == Counter(dict.fromkeys(files, 1))
-    assert [len(look) for look in looks] == [1] * SIZE
+    for share in ("auto", "never"):
+        stores, targets, errors = load_all(stored, REPLICATED, share=share)
+        assert errors == [None] * SIZE, share
+        for shards in targets:
+            assert_equal(model(), shards)
+        looks = looked_at(stores)
+        assert sum(looks, Counter()) == Counter(dict.fromkeys(files, 1)), share
+        assert [len(look) for look in looks] == [1] * SIZE, share
 
 
 def test_ranks_that_want_other_boxes_look_for_themselves() -> None:
@@ -133,23 +123,21 @@ def test_ranks_that_want_other_boxes_look_for_themselves() -> None:
     assert set(looks[0]) | set(looks[1]) != set(looks[2]) | set(looks[3])
 
 
-@pytest.mark.parametrize("layout", [SHARDED, REPLICATED, PAIRS], ids=["sharded", "replicated", "pairs"])
-@pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_missing_or_short_file_is_found_on_all_ranks_before_anything_has_changed(
-    layout: Layout, damage: str
-) -> None:
+def test_a_missing_or_short_file_is_found_on_all_ranks_before_anything_has_changed() -> None:
     stored = saved("locating-missing")
     path = next(listed.path for listed in stored.list() if listed.path.startswith("model/00002"))
     data = stored.get(path, limit=1 << 20)
-    stored.delete(path)
-    if damage == "short":
-        stored.put(path, data[:-1], if_absent=False)
-    before = [model().shards(layout, rank, filled=False, seed=rank) for rank in range(SIZE)]
-    _, targets, errors = load_all(stored, layout)
-    assert all(isinstance(error, CorruptError) and path in error.message for error in errors), errors
-    for old, new in zip(before, targets, strict=True):
-        for one, other in zip(old, new, strict=True):
-            assert one.data.tobytes() == other.data.tobytes()
+    for is_short, layout in itertools.product((False, True), (SHARDED, REPLICATED, PAIRS)):
+        stored.delete(path)
+        if is_short:
+            stored.put(path, data[:-1], if_absent=False)
+        before = [model().shards(layout, rank, filled=False, seed=rank) for rank in range(SIZE)]
+        _, targets, errors = load_all(stored, layout)
+        assert all(isinstance(error, CorruptError) and path in error.message for error in errors), errors
+        for old, new in zip(before, targets, strict=True):
+            for one, other in zip(old, new, strict=True):
+                assert one.data.tobytes() == other.data.tobytes()
+        stored.put(path, data, if_absent=False)
 
 
 def test_a_file_that_no_rank_needs_may_be_missing() -> None:

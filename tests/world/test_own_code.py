@@ -67,13 +67,13 @@ def _clean() -> Iterator[None]:
 @pytest.mark.parametrize(
     "act", [saves, partial(saves, wait=False), saves_in_a_run], ids=["now", "later", "run"]
 )
-@pytest.mark.parametrize("kind", ON_SAVE)
 def test_an_exception_of_an_object_that_is_saved_is_an_error_that_names_it(
-    kind: str, act: Callable[[dict[str, Any], Group | None], object]
+    act: Callable[[dict[str, Any], Group | None], object],
 ) -> None:
-    for text in of_all(act, ON_SAVE[kind]):
-        assert "odd" in text
-    assert reknit.close()
+    for kind, make in ON_SAVE.items():
+        for text in of_all(act, make):
+            assert "odd" in text, kind
+        assert reknit.close()
 
 
 @pytest.mark.parametrize("failing", ["matches", "holdings", "restore"])
@@ -111,43 +111,41 @@ def save_for_both(saved: Callable[[], Any], *, ranks: int) -> None:
     run_ranks(ranks, rank)
 
 
-@pytest.mark.parametrize("act", [loads, resumes])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ON_LOAD)
+@pytest.mark.parametrize(("act", "ranks"), [(loads, 1), (loads, 2), (resumes, 2)])
 def test_an_exception_of_an_object_that_is_loaded_is_an_error_and_changes_no_tensor_on_any_rank(
-    kind: str, ranks: int, act: Callable[[dict[str, Any], Group | None], object]
+    ranks: int, act: Callable[[dict[str, Any], Group | None], object]
 ) -> None:
-    saved, target = ON_LOAD[kind]
-    save_for_both(saved, ranks=ranks)
+    for kind, (saved, target) in ON_LOAD.items():
+        save_for_both(saved, ranks=ranks)
 
-    def rank(group: Group) -> str:
-        good, live, is_odd = Keeper(0), torch.zeros(2), group.rank == ranks - 1
-        state = {"w": live, "good": good, "odd": target() if is_odd else saved()}
+        def rank(group: Group, saved: Any = saved, target: Any = target) -> str:
+            good, live, is_odd = Keeper(0), torch.zeros(2), group.rank == ranks - 1
+            state = {"w": live, "good": good, "odd": target() if is_odd else saved()}
+            with pytest.raises(reknit.ReknitError) as caught:
+                act(state, group)
+            assert live.tolist() == [0, 0]
+            text = reported(caught.value, own=is_odd)
+            if good.state != 0:
+                assert "loaded before it: good" in text
+            unchanged = "reknit had changed no tensor of the target yet" in text
+            assert unchanged != ("nothing was changed" in text)
+            return text
+
+        texts = run_ranks(ranks, rank)
+        assert len(set(texts)) == 1, kind
+        assert "odd" in texts[0], kind
+        ProcessMemory.clear("planted")
+
+
+def test_an_exception_of_code_that_needs_the_tensors_says_that_the_target_is_partly_written() -> None:
+    for kind, (saved, target) in AFTER_TENSORS.items():
+        save_for_both(saved, ranks=1)
         with pytest.raises(reknit.ReknitError) as caught:
-            act(state, group)
-        assert live.tolist() == [0, 0]
-        text = reported(caught.value, own=is_odd)
-        if good.state != 0:
-            assert "loaded before it: good" in text
-        assert ("reknit had changed no tensor of the target yet" in text) != ("nothing was changed" in text)
-        return text
-
-    texts = run_ranks(ranks, rank)
-    assert len(set(texts)) == 1
-    assert "odd" in texts[0]
-
-
-@pytest.mark.parametrize("kind", AFTER_TENSORS)
-def test_an_exception_of_code_that_needs_the_tensors_says_that_the_target_is_partly_written(
-    kind: str,
-) -> None:
-    saved, target = AFTER_TENSORS[kind]
-    save_for_both(saved, ranks=1)
-    with pytest.raises(reknit.ReknitError) as caught:
-        loads({"w": torch.zeros(2), "good": Keeper(0), "odd": target()}, None)
-    text = reported(caught.value, own=True)
-    assert "odd" in text
-    assert "the target is partly written" in text
+            loads({"w": torch.zeros(2), "good": Keeper(0), "odd": target()}, None)
+        text = reported(caught.value, own=True)
+        assert "odd" in text, kind
+        assert "the target is partly written" in text, kind
+        ProcessMemory.clear("planted")
 
 
 def test_objects_that_another_rank_has_alone_are_loaded_before_tensors_of_any_rank() -> None:
@@ -178,8 +176,9 @@ def test_a_scaler_that_was_disabled_does_not_load_into_one_that_is_not() -> None
     assert target["model"].weight.item() == before
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_raised_as_it_is(error: type[BaseException]) -> None:
+def test_an_interrupt_is_raised_as_it_is() -> None:
+    error: type[BaseException]
+
     class Interrupted(Keeper):
         def load_state_dict(self, state: Any) -> None:
             raise error
@@ -188,14 +187,14 @@ def test_an_interrupt_is_raised_as_it_is(error: type[BaseException]) -> None:
             raise error
 
     save_for_both(Keeper, ranks=1)
-    with pytest.raises(error):
-        loads({"w": torch.zeros(2), "good": Keeper(), "odd": Interrupted()}, None)
-    with pytest.raises(error):
-        saves({"odd": Interrupted()}, None)
+    for error in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(error):
+            loads({"w": torch.zeros(2), "good": Keeper(), "odd": Interrupted()}, None)
+        with pytest.raises(error):
+            saves({"odd": Interrupted()}, None)
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("share", ["always", "never"])
+@pytest.mark.parametrize(("share", "everywhere"), [("always", False), ("never", True)])
 def test_tensors_of_objects_are_read_once_for_ranks_that_have_the_same(share: Any, everywhere: bool) -> None:
     model, average = torch.arange(70_000.0), torch.arange(90_000.0)
     reknit.save("process://planted/x", {"w": model, "average": Keeper(average)})

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.sharing import shared_read
 from reknit.errors import CommError, DeadlineError
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.world import run_ranks
 from tests.storage.process_memory import ProcessMemory
+from tests.world.jobs import load_rank
 from tests.world.layouts import Model, wants
 from tests.world.test_resharding import save_on
 
@@ -65,16 +63,8 @@ def test_storage_that_hangs_before_anything_has_changed_is_the_same_error_on_all
         shards = model.shards(layout, group.rank, filled=False, seed=3)
         before = [np.array(shard.data) for shard in shards]
         options = LoadOptions(timeout_s=TIMEOUT_S, verify=verify)  # type: ignore[arg-type]
-        job = LoadJob(
-            want=lambda _: wants(shards),
-            group=group,
-            storage=storage,
-            items=("model",),
-            options=options,
-            recorder=Recorder("load", group.rank),
-        )
         try:
-            load(job)
+            load_rank(group, storage, lambda _: wants(shards), options)
         except CommError as error:
             caught: Exception | None = error
         else:
