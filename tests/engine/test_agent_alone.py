@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -16,12 +16,9 @@ import pytest
 import reknit
 from reknit.comm.group import SoloGroup
 from reknit.engine.background import agent_messages as say
-from reknit.engine.background.agent import Agent
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.background.trainer import agent_link
-from reknit.engine.background.trainer.agent_session import AgentStart
 from reknit.engine.memory.arena import Arena
-from reknit.engine.memory.tuning import Tuner
 from reknit.engine.round_messages import RankClaims
 from reknit.engine.saving.reuse import Committed
 from reknit.engine.saving.save_job import SaveJob
@@ -29,7 +26,7 @@ from reknit.engine.stored.running_agents import at_work
 from reknit.errors import AgentError, ShortageError
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
-from reknit.processes.channel import Channel, Message
+from reknit.processes.channel import Channel
 from reknit.processes.shared_memory import SharedMemory
 from reknit.system import socket_pair, start_thread
 from tests.engine.runs import nothing_held
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reknit.engine.saving.save_coordinator import Coordinator
     from reknit.errors import ReknitError
 
 LIMIT_S = 30.0
@@ -104,31 +100,25 @@ def test_an_agent_starts_without_what_only_trainers_need() -> None:
     assert printed(named) == ["StorageError", "reknit.transforms"], "the module of a store may ask for it"
 
 
+def linked(rank: int = 0, *, low_priority: bool = False) -> tuple[agent_link.AgentLink, psutil.Process]:
+    """Return a trainer's link to an agent that has joined others, and the process of the agent."""
+    link = agent_link.AgentLink(rank, in_process=False, send_timeout_s=5)
+    about: dict[str, Any] = {"job": "agents", "rank": rank, "hosts": [0], "fan_out": 1, "generation": 7}
+    link.ask(say.Join(**about, comm={}, low_priority=low_priority), 60)
+    return link, psutil.Process(link.pid)
+
+
 def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agent_link, "_REAP_S", 0.2)
-    link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
-    assert link.pid is not None
-    link.ask(
-        say.Join(job="agents", rank=0, hosts=[0], fan_out=1, generation=7, comm={}, low_priority=False), 60
-    )
-    agent = psutil.Process(link.pid)
+    link, agent = linked()
     running: list[bool] = []
     link.lost = lambda error: running.append(agent.is_running())
     agent.suspend()
     link.channel.shut()
     assert link.ended(60)
     assert running == [False], "after the loss is reported, the arena may be filled: no agent may read it"
-
-
-def test_an_agent_that_was_given_nothing_is_ended_before_it_answers() -> None:
-    starting = AgentStart(SoloGroup(), SaveOptions(), in_process=False)
-    link = starting.link()
-    assert link.pid is not None
-    psutil.Process(link.pid).suspend()
-    starting.give_up()
-    assert "was killed by signal 9" in lost_by(link).message
 
 
 def begun(number: int) -> tuple[say.Begin, SaveJob]:
@@ -171,97 +161,25 @@ def test_the_bytes_of_a_file_are_written_when_the_trainer_has_staged_them() -> N
 
 
 def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> None:
-    link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
-    assert link.pid is not None
-    link.ask(
-        say.Join(job="agents", rank=0, hosts=[0], fan_out=1, generation=7, comm={}, low_priority=False), 60
-    )
+    link, agent = linked()
+    assert os.getsid(agent.pid) == agent.pid, "Ctrl-C in a terminal is for the trainer"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(link.pid, number)
+        agent.send_signal(number)
     assert link.ask(say.ConnectParent(""), 60) == say.Joined(None)
     link.quit()
     assert link.ended(60)
 
 
-@pytest.mark.parametrize(("low_priority", "lower_by"), [(True, 10), (False, 0)])
-def test_an_agent_has_a_session_of_its_own_and_gives_way_unless_it_is_asked_not_to(
-    low_priority: bool, lower_by: int
-) -> None:
-    link = agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
-    assert link.pid is not None
-    link.ask(
-        say.Join(
-            job="agents", rank=0, hosts=[0], fan_out=1, generation=7, comm={}, low_priority=low_priority
-        ),
-        60,
-    )
-    assert os.getsid(link.pid) == link.pid, "Ctrl-C in a terminal is for the trainer"
-    assert psutil.Process(link.pid).nice() == min(os.nice(0) + lower_by, 19)
-    link.quit()
-    assert link.ended(60)
+def test_an_agent_gives_way_unless_it_is_asked_not_to() -> None:
+    for low_priority, lower_by in ((True, 10), (False, 0)):
+        link, agent = linked(low_priority=low_priority)
+        assert agent.nice() == min(os.nice(0) + lower_by, 19)
+        link.quit()
+        assert link.ended(60)
 
 
-def test_a_save_that_ends_while_the_next_is_taken_up_disturbs_nobody() -> None:
-    trainers_end, agents_end = (Channel(end, say.decode) for end in socket_pair())
-    agent = Agent(agents_end, None)
-    looked_at = threading.Event()
-
-    class EndsWhenLookedAt(AgentSave):
-        """A save that ends, in the thread of the commits, while another thread asks for its place."""
-
-        @property
-        def url(self) -> str:
-            looked_at.set()
-            wait_until(lambda: self.number not in agent.saves, LIMIT_S)
-            return "here"
-
-        def commit(self, coordinator: Coordinator) -> None:
-            assert looked_at.wait(LIMIT_S)
-            super().commit(coordinator)
-
-    worker = start_thread("reknit-agent-test", agent.run)
-    try:
-        for agent_save in (
-            EndsWhenLookedAt(*begun(0), agents_end, Committed()),
-            AgentSave(*begun(1), agents_end, Committed()),
-        ):
-            agent_save.fail(AgentError("it was given up"))
-            agent.take_up(agent_save, Tuner(), LIMIT_S)
-        wait_until(lambda: not agent.saves, LIMIT_S)
-    finally:
-        looked_at.set()
-        trainers_end.close()
-        worker.join(LIMIT_S)
-    assert not worker.is_alive()
-
-
-def test_a_trainer_that_knows_the_end_of_a_save_sees_no_agent_at_work_on_it() -> None:
-    seen: list[list[int]] = []
-
-    class Watched(Channel):
-        """The agent's end, which records the saves of the agent when it reports the end of one."""
-
-        def try_send(self, message: Message) -> bool:
-            if isinstance(message, say.SaveDone):
-                seen.append(list(agent.saves))
-            return super().try_send(message)
-
-    ours, theirs = socket_pair()
-    trainers_end, agents_end = Channel(ours, say.decode), Watched(theirs, say.decode)
-    agent = Agent(agents_end, None)
-    worker = start_thread("reknit-agent-test", agent.run)
-    agent_save = AgentSave(*begun(0), agents_end, Committed())
-    agent_save.fail(AgentError("it was given up"))
-    agent.take_up(agent_save, Tuner(), LIMIT_S)
-    wait_until(lambda: seen != [], LIMIT_S)
-    trainers_end.close()
-    worker.join(LIMIT_S)
-    assert seen == [[]]
-
-
-@pytest.mark.parametrize("num_targets", [0, 1, 3])
-def test_nobody_is_at_work_when_a_save_and_its_promotions_are_over(num_targets: int, tmp_path: Path) -> None:
-    for step in range(20):
+def test_nobody_is_at_work_when_a_save_and_its_promotions_are_over(tmp_path: Path) -> None:
+    for step, num_targets in enumerate([0, 1, 3] * 5):
         places = tuple(tmp_path / f"{step}_{number}" for number in range(num_targets))
         options = SaveOptions(durability="process", promote_to=places or None)
         saved = reknit.save(tmp_path / f"step_{step}", {"x": np.zeros(9)}, wait=False, options=options)
@@ -278,11 +196,8 @@ def lost_by(link: agent_link.AgentLink) -> ReknitError:
     return link.gone
 
 
-def test_an_agent_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = agent_link.AgentLink(3, in_process=False, send_timeout_s=5)
-    link.ask(
-        say.Join(job="agents", rank=3, hosts=[0], fan_out=1, generation=7, comm={}, low_priority=False), 60
-    )
+def test_an_agent_that_cannot_go_on_says_why() -> None:
+    link, _ = linked(3)
     memory = os.memfd_create("small")
     try:
         link.send(say.GiveArena(1, 1 << 20), memory)
@@ -308,17 +223,6 @@ def test_an_agent_that_has_too_little_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert "no further thread" in error.message
     assert error.rank == 3
     assert error.remedy
-
-
-def test_a_trainer_that_cannot_hear_its_agent_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scarce(name: str, work: Callable[[], None]) -> None:
-        raise ShortageError("no further thread")
-
-    before = set(psutil.Process().children())
-    monkeypatch.setattr(agent_link, "start_thread", scarce)
-    with pytest.raises(ShortageError, match="no further thread"):
-        agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
-    assert set(psutil.Process().children()) <= before
 
 
 def test_an_agent_that_cannot_be_forked_is_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:

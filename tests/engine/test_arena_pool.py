@@ -6,8 +6,6 @@ import errno
 import logging
 import os
 import resource
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from reknit.engine.memory import arena_pool as arenas_module
 from reknit.engine.memory.arena import SPAN_NBYTES
-from reknit.engine.memory.arena_pool import LEAST_NBYTES, Arenas, Lease
+from reknit.engine.memory.arena_pool import Arenas, Lease
 from reknit.environment import local_ranks
 from reknit.errors import UsageError
 from reknit.processes.shared_memory import SharedMemory
-from tests.resources import mapped, open_files, shared_memory
+from tests.resources import mapped, open_files
+from tests.running.cases import one_by_one
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -98,21 +97,6 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, limit: Callable[[], int]) -> N
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
 
 
-def test_two_arenas_alternate_where_both_fit_and_are_reused_for_ever_after() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        first = acquire(arenas, 3 * MIB)
-        second = acquire(arenas, 3 * MIB)
-        assert (first.number, second.number) == (1, 2)
-        assert first.nbytes == second.nbytes == 4 * MIB
-        assert arenas.acquire(3 * MIB, 0) is None
-        memory = {1: first.arena, 2: second.arena}
-        for _ in range(5):
-            arenas.release(first)
-            first, second = second, acquire(arenas, 4 * MIB)
-            assert second.arena is memory[second.number]
-            assert second.dropped == ()
-
-
 def test_a_lent_arena_is_written_without_a_page_fault() -> None:
     with arenas_of(64 * MIB) as arenas:
         lease = acquire(arenas, 16 * MIB)
@@ -120,34 +104,6 @@ def test_a_lent_arena_is_written_without_a_page_fault() -> None:
         lease.arena.bytes[:] = 1
         assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 200
         arenas.release(lease)
-
-
-def test_a_rank_that_has_nothing_to_write_gets_the_smallest_arena() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        lease = acquire(arenas, 0)
-        assert lease.nbytes == 2 * MIB
-        arenas.release(lease)
-
-
-def test_where_two_do_not_fit_there_is_one_arena() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        lease = acquire(arenas, 34 * MIB)
-        assert lease.nbytes == 34 * MIB
-        assert arenas.acquire(34 * MIB, 0) is None
-        arenas.release(lease)
-        again = acquire(arenas, 34 * MIB)
-        assert again.arena is lease.arena
-        arenas.release(again)
-
-
-def test_where_one_does_not_fit_the_arena_is_the_whole_budget_in_spans() -> None:
-    with arenas_of(3 * SPAN_NBYTES - 1) as arenas:
-        lease = acquire(arenas, 3 * SPAN_NBYTES)
-        assert lease.nbytes == 2 * SPAN_NBYTES
-        assert arenas.acquire(1, 0) is not None, "the rest of the budget is enough for a small arena"
-        assert arenas.acquire(1, 0) is None
-        arenas.release(lease)
-        assert acquire(arenas, 1 << 40).arena is lease.arena
 
 
 def test_a_budget_below_one_span_is_refused() -> None:
@@ -170,23 +126,6 @@ def test_a_free_arena_that_is_too_small_is_closed_and_its_number_told_once() -> 
         assert (next_one.number, next_one.dropped) == (3, ())
 
 
-def test_a_larger_free_arena_serves_a_smaller_save() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        large = acquire(arenas, 8 * MIB)
-        arenas.release(large)
-        small = acquire(arenas, 2 * MIB)
-        assert small.arena is large.arena
-        assert (small.number, small.dropped) == (large.number, ())
-
-
-def test_the_budget_counts_arenas_that_are_still_lent() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        lent = acquire(arenas, 20 * MIB)
-        assert arenas.acquire(46 * MIB, 0) is None
-        arenas.release(lent)
-        assert acquire(arenas, 46 * MIB).dropped == (1,)
-
-
 def test_a_wait_ends_when_another_thread_releases() -> None:
     with arenas_of(64 * MIB) as arenas:
         held = acquire(arenas, 40 * MIB)
@@ -204,12 +143,6 @@ def test_a_wait_ends_when_another_thread_releases() -> None:
         (lease,) = found
         assert lease is not None
         assert lease.arena is held.arena
-
-
-def test_a_wait_in_vain_ends_with_nothing() -> None:
-    with arenas_of(64 * MIB) as arenas:
-        acquire(arenas, 40 * MIB)
-        assert arenas.acquire(40 * MIB, 0.05) is None
 
 
 def test_a_lease_that_is_released_twice_does_not_free_the_next_one() -> None:
@@ -326,42 +259,6 @@ def test_an_interrupt_while_an_arena_is_made_leaves_nothing_behind(monkeypatch: 
         assert acquire(arenas, 40 * MIB).nbytes == 40 * MIB
 
 
-def test_two_hundred_saves_leave_descriptors_memory_and_names_as_they_were() -> None:
-    names = shared_memory()
-    with arenas_of(64 * MIB) as arenas:
-        lent = [acquire(arenas, 4 * MIB), acquire(arenas, 4 * MIB)]
-        before = Held()
-        for k in range(200):
-            arenas.release(lent.pop(0))
-            lent.append(acquire(arenas, (k % 4 + 1) * MIB))
-        assert before.nothing_is_left()
-        assert shared_memory() <= names
-
-
-def test_saves_of_changing_sizes_from_several_threads_all_get_memory_of_their_own() -> None:
-    before, failures = Held(), []
-    with arenas_of(32 * MIB) as arenas:
-
-        def save(mark: int) -> None:
-            for k in range(40):
-                lease = arenas.acquire((k * mark) % 16 * MIB, 60)
-                if lease is None or lease.nbytes < (k * mark) % 16 * MIB:
-                    failures.append(lease)
-                    return
-                lease.arena.bytes[:4096] = mark
-                if (lease.arena.bytes[:4096] != mark).any():
-                    failures.append(lease)
-                arenas.release(lease)
-
-        threads = [in_thread(lambda mark=mark: save(mark)) for mark in (1, 3, 7)]  # type: ignore[misc]
-        for thread in threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in threads)
-        assert not failures
-        arenas.release(acquire(arenas, 32 * MIB))  # no lease is left
-    assert before.nothing_is_left()
-
-
 class Machine(RuleBasedStateMachine):
     """Any order of calls keeps to the budget and to the docstring of `Arenas`."""
 
@@ -428,48 +325,6 @@ def test_memory_that_cannot_be_had_halves_the_arena_and_is_told_once(
     assert open_files() <= fds
 
 
-def test_less_than_two_spans_is_not_settled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_memory(monkeypatch, lambda: LEAST_NBYTES - 1)
-    fds = open_files()
-    with arenas_of(1 << 40) as arenas:
-        with pytest.raises(MemoryError, match="no room for 67108864 bytes"):
-            arenas.acquire(200 * MIB, 0)
-        monkeypatch.undo()
-        assert acquire(arenas, 200 * MIB).nbytes == LEAST_NBYTES
-    assert len(open_files() - fds) == 1, "the lease is the only arena"
-
-
-def test_where_memory_is_too_short_for_a_second_arena_saves_wait_for_the_first(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with arenas_of(1 << 40) as arenas, caplog.at_level(logging.WARNING, "reknit"):
-        first = acquire(arenas, 8 * MIB)
-        limit_memory(monkeypatch, lambda: 0)
-        assert arenas.acquire(8 * MIB, 0) is None
-        arenas.release(first)
-        again = acquire(arenas, 8 * MIB)
-        assert again.arena is first.arena
-        arenas.release(again)
-    assert len(caplog.records) == 1
-    assert caplog.records[0].getMessage().startswith(f"only {8 * MIB} of {16 * MIB} bytes")
-
-
-def test_a_limit_of_the_system_makes_arenas_smaller() -> None:
-    code = (
-        "import resource\n"
-        "from reknit.engine.memory.arena_pool import Arenas\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 20, 100 << 20))\n"
-        "lease = Arenas(1 << 40).acquire(200 << 20, 0)\n"
-        "lease.arena.bytes[:] = 1\n"
-        "print(lease.nbytes)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert int(done.stdout) == 3 * SPAN_NBYTES
-    assert "only 100663296 of 209715200 bytes of host memory could be had" in done.stderr
-
-
 def test_without_a_budget_ranks_share_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -490,19 +345,9 @@ def test_without_a_budget_ranks_share_half_of_what_is_free(monkeypatch: pytest.M
     assert len(asked) == 1
 
 
-def test_without_a_budget_and_without_free_memory_two_spans_are_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(arenas_module, "available_nbytes", lambda: 0)
-    with arenas_of(None) as arenas:
-        assert acquire(arenas, 1 << 40).nbytes == LEAST_NBYTES
-
-
-@pytest.mark.parametrize(("said", "ranks"), [("8", 8), ("1", 1), ("", 1), ("0", 1), ("-2", 1), ("many", 1)])
-def test_launchers_say_how_many_ranks_share_a_machine(
-    said: str, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
-    assert local_ranks() == ranks
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert local_ranks() == 1
+def test_launchers_say_how_many_ranks_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, ranks in one_by_one([("8", 8), ("1", 1), ("", 1), ("0", 1), ("-2", 1), ("many", 1)]):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+        assert local_ranks() == ranks
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        assert local_ranks() == 1

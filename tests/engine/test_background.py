@@ -25,7 +25,6 @@ from reknit.engine.background.trainer.agent_session import AgentSession
 from reknit.engine.background.trainer.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.save_coordinator import Coordinator
-from reknit.processes.channel import Channel
 from reknit.storage.registry import recipe, register
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
@@ -242,7 +241,6 @@ def test_after_the_first_plan_nothing_of_planning_agreement_and_commit_is_on_the
     [
         (lambda model: model.update(lora=np.ones(3)), "saved"),
         (lambda model: model.update(all=model["all"].astype(np.float64)), "CommitError"),
-        (lambda model: model.update(all=np.ones(6, np.float32)), "CommitError"),
         (lambda model: model.pop("all"), "CommitError or saved"),
     ],
 )
@@ -270,19 +268,6 @@ def test_a_layout_that_changes_on_one_rank_is_noticed_by_all_and_planned_anew(
     if outcome == "CommitError or saved":
         assert first[3] == "saved", "a changed layout is planned anew after it failed once"
     ProcessMemory.clear("gated")
-
-
-def test_values_that_come_to_differ_between_ranks_are_kept_per_rank_by_a_cached_plan() -> None:
-    def rank(group: Group) -> int:
-        for step in range(3):
-            state = {"extra": {"value": 5 if step < 2 else group.rank}, "model": {"all": np.ones(3)}}
-            background(f"gated://values/{step}", state, group=group).result(LIMIT_S)
-        target: dict[str, Any] = {"extra": {"value": None}, "model": {"all": np.zeros(3)}}
-        reknit.load("gated://values/2", target, group=group)
-        value: int = target["extra"]["value"]
-        return value
-
-    assert run_ranks(2, rank) == [0, 1]
 
 
 def open_once_waited_for(thread: int) -> None:
@@ -425,25 +410,6 @@ def test_an_error_of_one_rank_reaches_all_and_the_next_save_is_well() -> None:
     assert run_ranks(3, rank) == [["saved", "refused by 1", "saved"]] * 3
 
 
-def test_ranks_that_are_at_different_saves_are_told_so() -> None:
-    options = reknit.SaveOptions(timeout_s=8)
-
-    def rank(group: Group) -> list[str]:
-        reported = []
-        for k in range(1 - group.rank, 3):
-            try:
-                path = f"gated://apart/{k}"
-                background(path, {"model": weights(k)}, group=group, options=options).result(LIMIT_S)
-                reported.append("saved")
-            except (reknit.errors.CommitError, reknit.CommError) as error:
-                reported.append(type(error).__name__)
-        return reported
-
-    # Only the paths show that the ranks mean different saves: the root does not find the files of one rank.
-    # In the end one rank saves once more than the other, and must not wait for ever.
-    assert run_ranks(2, rank) == [["CommitError"] * 2, ["CommitError", "CommitError", "DeadlineError"]]
-
-
 def test_ranks_that_save_different_steps_are_told_so_and_nothing_is_committed() -> None:
     def rank(group: Group) -> list[str]:
         reported = []
@@ -476,42 +442,6 @@ def test_a_save_that_waits_comes_after_one_under_way_to_the_same_path() -> None:
     assert reknit.verify("gated://same", "data").ok
 
 
-def test_agents_that_were_started_ahead_serve_the_first_save() -> None:
-    def rank(group: Group) -> list[str]:
-        reknit.prepare("gated://ahead", group=group)
-
-        agents = calls.backgrounds[group][False].supervisor.session
-        assert agents is not None
-        report = background("gated://ahead/1", {"model": weights(1)}, group=group).result(LIMIT_S)
-        assert calls.backgrounds[group][False].supervisor.session is agents
-        return [record.phase for record in report.phases if record.phase == "commit"]
-
-    assert run_ranks(2, rank) == [["commit"]] * 2
-
-
-def test_lost_agents_are_replaced_and_the_saves_go_on(tmp_path: Path) -> None:
-    def rank(group: Group) -> list[str]:
-        reported = []
-        for k in range(8):
-            try:
-                state = {"model": {f"own.{group.rank}": np.full(9, k)}, "k": k}
-                background(tmp_path / str(k), state, step=k, group=group).result(LIMIT_S)
-                reported.append("saved")
-            except reknit.errors.CommitError as error:
-                reported.append(type(error).__name__)
-            except reknit.CommError:
-                reported.append("CommError")
-            if k == 2 and group.rank == 1:
-                kill_own_agent(group)
-        return reported
-
-    for reported in run_ranks(3, rank):
-        assert reported[:3] == ["saved"] * 3
-        assert reported[-2:] == ["saved"] * 2
-    for k in (2, 7):
-        assert reknit.verify(tmp_path / str(k), "data").ok
-
-
 def test_a_close_while_lost_agents_are_replaced_leaves_none_behind(tmp_path: Path) -> None:
     others = set(agents_of(os.getpid()))  # of groups that other tests have left
 
@@ -531,19 +461,6 @@ def test_a_close_while_lost_agents_are_replaced_leaves_none_behind(tmp_path: Pat
 
 def kill_own_agent(group: Group) -> None:
     os.kill(agent_of(group), signal.SIGKILL)
-
-
-def test_an_interrupt_while_agents_start_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from reknit.engine.background.trainer import agent_supervisor
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(agent_supervisor, "side_group", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            background("gated://ctrl-c", {"model": weights(1)})
-    background("gated://ctrl-c", {"model": weights(1)}).result(LIMIT_S)
 
 
 def test_an_interrupt_while_a_first_save_copies_is_raised_though_no_agents_can_be_had(
@@ -625,34 +542,6 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         assert report.write_id.encode() in file.read_bytes()[:4096]
 
 
-def test_a_first_save_of_much_is_written_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reknit.engine.background.trainer.stage_for_agent._MOST_NBYTES", 1000)
-    taken_with: list[bool] = []
-    take = Snapshot.take
-
-    def watched(self: Snapshot) -> None:
-        taken_with.append(calls.backgrounds[ranks.alone()][False].supervisor.session is not None)
-        take(self)
-
-    monkeypatch.setattr(Snapshot, "take", watched)
-    background("gated://much", {"model": weights(1)}).result(LIMIT_S)
-    assert taken_with == [True], "its agent has started, and receives each span"
-
-
-def test_a_second_arena_is_made_when_a_save_comes_while_the_one_before_is_written() -> None:
-    for k in range(2):
-        background(f"gated://apart/{k}", {"model": weights(k)}).result(LIMIT_S)
-    agents = calls.backgrounds[ranks.alone()][False].supervisor.session
-    assert agents is not None
-    assert agents.arenas == {1}
-    GATE.open.clear()
-    saves = [background(f"gated://together/{k}", {"model": weights(k)}) for k in range(2)]
-    assert agents.arenas == {1, 2}
-    GATE.open.set()
-    for save in saves:
-        assert not save.result(LIMIT_S).streamed
-
-
 def test_a_save_that_may_not_begin_leaves_the_next_one_of_its_new_layout_well() -> None:
     background("gated://there", {"model": weights(1, ("c",))}).result(LIMIT_S)
     GATE.open.clear()
@@ -663,74 +552,6 @@ def test_a_save_that_may_not_begin_leaves_the_next_one_of_its_new_layout_well() 
     with pytest.raises(reknit.CheckpointExistsError):
         refused.result(LIMIT_S)
     assert well.result(LIMIT_S).num_files == 1
-
-
-def test_saves_that_fail_and_only_warn_are_not_kept() -> None:
-    GATE.failing = lambda path: True
-    options = reknit.SaveOptions(on_error="warn")
-    for k in range(5):
-        background(f"gated://kept/{k}", {"model": weights(k)}, options=options).wait(LIMIT_S)
-    assert len(calls.backgrounds[ranks.alone()][False].pending) == 1
-
-
-def test_a_message_that_is_interrupted_closes_the_channel() -> None:
-    from reknit.engine.background import agent_messages
-
-    class Interrupted:
-        def sendall(self, data: bytes) -> None:
-            raise KeyboardInterrupt
-
-        def shutdown(self, how: int) -> None:
-            reported.append(how)
-
-    reported: list[int] = []
-    with pytest.raises(KeyboardInterrupt):
-        Channel(Interrupted(), agent_messages.decode).send(agent_messages.Quit())  # type: ignore[arg-type]
-    assert len(reported) == 1
-
-
-def test_an_interrupt_at_the_end_ends_the_wait_and_says_what_becomes_of_the_saves(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    caplog.set_level(logging.INFO, "reknit")
-    saves = Background(in_process=False)
-    saves.pending.append(SaveOutcome("/x"))
-    monkeypatch.setattr(SaveOutcome, "wait_over", interrupted)
-    saves.at_exit()
-    waits, ends = caplog.messages
-    assert waits.startswith("this process waits for 1 saves under way")
-    assert ends == (
-        "this process ends before its saves are committed, or promoted; its agent goes on with them"
-    )
-    saves.pending.clear()
-    saves.close()
-
-
-def test_saves_that_are_lost_with_their_process_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    saves = Background(in_process=True)
-    promoted = SaveOutcome("/x", promote_to=[reknit.options.PromotionTarget("/y")])
-    saves.pending.append(promoted)
-    monkeypatch.setattr(Background, "close", lambda self: False)
-    saves.at_exit()
-    assert isinstance(promoted.error, reknit.errors.AgentError)
-    assert promoted.over()
-    assert promoted.unasked
-
-
-def test_saves_with_and_without_waiting_may_follow_each_other(tmp_path: Path) -> None:
-    def rank(group: Group) -> None:
-        for k in range(6):
-            state = {"model": weights(k)}
-            reknit.save(tmp_path / str(k), state, wait=k % 2 == 0, group=group).result(LIMIT_S)
-
-    run_ranks(2, rank)
-    for k in range(6):
-        target = {"model": weights(-1)}
-        reknit.load(tmp_path / str(k), target)
-        assert target["model"]["a"][0] == k
 
 
 def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
@@ -746,3 +567,14 @@ def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
 
 def open_elsewhere(url: str, durability: str) -> ProcessMemory:
     return ProcessMemory("elsewhere")
+
+
+def test_saves_that_are_lost_with_their_process_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = Background(in_process=True)
+    promoted = SaveOutcome("/x", promote_to=[reknit.options.PromotionTarget("/y")])
+    saves.pending.append(promoted)
+    monkeypatch.setattr(Background, "close", lambda self: False)
+    saves.at_exit()
+    assert isinstance(promoted.error, reknit.errors.AgentError)
+    assert promoted.over()
+    assert promoted.unasked

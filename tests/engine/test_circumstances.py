@@ -18,14 +18,14 @@ import reknit
 from reknit import calls, ranks
 from reknit.engine.background.agent_state import Adapting
 from reknit.engine.background.trainer import agent_link
-from reknit.engine.outcome import SaveOutcome
 from reknit.errors import AgentError, DeadlineError
 from reknit.processes import circumstances
 from reknit.processes.circumstances import Circumstances, here
-from reknit.storage.registry import adopt, recipe, register
+from reknit.storage.registry import recipe, register
 from reknit.system import identity, umask
 from reknit.testing.world import run_ranks
 from tests.engine.seen import HELD, Ours, noted, open_seen, seen
+from tests.running.cases import one_by_one_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from reknit.comm.group import Group
     from reknit.engine.background.agent_save import AgentSave
     from reknit.engine.background.trainer.agent_session import AgentSession
-    from reknit.engine.background.trainer.trainer_save import TrainerSave
 
 LIMIT_S = 60.0
 STATE = {"model": {"weight": np.arange(1000.0)}}
@@ -108,22 +107,22 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_save_has_the_circumstances_of_its_call(change: str, tmp_path: Path) -> None:
+def test_a_save_has_the_circumstances_of_its_call(tmp_path: Path) -> None:
     url = f"seen:/{tmp_path}"
     os.environ["HTTPS_PROXY"] = "http://127.0.0.1:8"
-    background(f"{url}/1").result(LIMIT_S)
-    before, first = seen(), agent()
-    assert noted(tmp_path / "1", first) == before
-    CHANGES[change](tmp_path)
-    now = seen()
-    assert now != before
-    background(f"{url}/2").result(LIMIT_S)
-    assert noted(tmp_path / "2", agent()) == now
+    background(f"{url}/first").result(LIMIT_S)
+    first = agent()
+    assert noted(tmp_path / "first", first) == seen()
+    for number, (change, make) in enumerate(CHANGES.items()):
+        before = seen()
+        make(tmp_path)
+        assert seen() != before, change
+        background(f"{url}/{number}").result(LIMIT_S)
+        assert noted(tmp_path / str(number), agent()) == seen(), change
     for name in ("TRIED", "HTTPS_PROXY", "AWS_SESSION_TOKEN"):
         os.environ.pop(name, None)
-    background(f"{url}/3").result(LIMIT_S)
-    assert noted(tmp_path / "3", agent()) == seen()
+    background(f"{url}/last").result(LIMIT_S)
+    assert noted(tmp_path / "last", agent()) == seen()
     assert agent() == first, "no change needs a new agent"
 
 
@@ -133,19 +132,17 @@ def modes(folder: Path) -> dict[str, str]:
     return {path.suffix or path.name: stat.filemode(path.lstat().st_mode) for path in [folder, *found]}
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_files_of_a_background_save_have_the_permissions_of_a_save_that_waits(
-    mask: int, tmp_path: Path
-) -> None:
-    os.umask(mask)
-    background(tmp_path / "a" / "step").result(LIMIT_S)
-    reknit.save(tmp_path / "b" / "step", STATE)
-    permissions = modes(tmp_path / "a" / "step")
-    assert {".parquet", ".json", ".safetensors", "model"} <= permissions.keys()
-    permissions["a"] = permissions.pop("step")
-    other = modes(tmp_path / "b" / "step")
-    other["a"] = other.pop("step")
-    assert permissions == other
+def test_files_of_a_background_save_have_the_permissions_of_a_save_that_waits(tmp_path: Path) -> None:
+    for mask, folder in one_by_one_in(tmp_path, [0o027, 0o077]):
+        os.umask(mask)
+        background(folder / "a" / "step").result(LIMIT_S)
+        reknit.save(folder / "b" / "step", STATE)
+        permissions = modes(folder / "a" / "step")
+        assert {".parquet", ".json", ".safetensors", "model"} <= permissions.keys()
+        permissions["a"] = permissions.pop("step")
+        other = modes(folder / "b" / "step")
+        other["a"] = other.pop("step")
+        assert permissions == other
 
 
 @pytest.mark.parametrize("url", ["memory://runs/here", "simplecache::memory://runs/here", "mine://runs/here"])
@@ -178,20 +175,6 @@ def test_a_class_that_was_registered_with_fsspec_is_registered_by_the_agent(tmp_
     assert "Ours" in (recipe(f"simplecache::{url}").factory or "")
     background(url).result(LIMIT_S)
     assert reknit.verify(tmp_path / "step").ok
-
-
-def test_a_class_in_the_place_of_one_of_fsspec_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsspec.registry import _registry
-
-    usual = fsspec.get_filesystem_class("ftp")
-    monkeypatch.setitem(_registry, "ftp", usual)
-    assert recipe("ftp://x").factory == f"ftp={usual.__module__}:FTPFileSystem"
-    fsspec.register_implementation("ftp", Ours, clobber=True)
-    replaced = recipe("ftp://x").factory
-    assert replaced is not None
-    fsspec.register_implementation("ftp", usual, clobber=True)
-    adopt("ftp://x", replaced)
-    assert fsspec.get_filesystem_class("ftp") is Ours
 
 
 def test_settings_of_fsspec_that_only_this_process_has_keep_its_saves_here() -> None:
@@ -314,22 +297,6 @@ def test_circumstances_that_could_not_be_set_in_time_are_set_for_the_next_save(
     over = True
     adapting.adapt(None, [save], 1.0)
     assert were_set == [first, second]
-
-
-def test_what_is_staged_lazily_is_staged_before_its_circumstances_are_replaced(tmp_path: Path) -> None:
-    background(tmp_path / "1").result(LIMIT_S)
-    agents, lazy = crew(), SaveOutcome("lazy")
-    assert agents.new_circumstances(cast("TrainerSave", None), 0.01) is None
-    agents.saves[4711] = cast("TrainerSave", SimpleNamespace(pending=lazy))
-    try:
-        assert agents.new_circumstances(cast("TrainerSave", None), 0.01) is None
-        os.environ["TRIED"] = "x"
-        with pytest.raises(DeadlineError):
-            agents.new_circumstances(cast("TrainerSave", None), 0.01)
-        lazy.note_staged()
-        assert agents.new_circumstances(cast("TrainerSave", None), 0.01) == here()
-    finally:
-        del agents.saves[4711]
 
 
 def test_what_is_said_of_circumstances_shows_no_values() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from reknit.options import SaveOptions
 from reknit.planner.resolve import OWN
 from reknit.types.shard import Blob, Encoded, Holdings
 from tests.engine.runs import nothing_held
+from tests.running.cases import one_by_one
 from tests.storage.process_memory import ProcessMemory
 
 WRITE_ID = "0123456789abcdef" * 2
@@ -33,28 +35,29 @@ def encoded(value: Any, room: int) -> Encoded:
     return Encoded(memoryview(bytearray(room) + bytearray(data)), room)
 
 
-@pytest.mark.parametrize("room", [0, 3, 4112])
-@pytest.mark.parametrize("fqn", ["", "a/~p", "n" * 4096])
-def test_a_value_that_is_encoded_already_makes_the_same_file(room: int, fqn: str) -> None:
-    value = encoded(VALUE, room)
-    blobs = [Blob("loader", fqn, one, {"source": 1}) for one in (VALUE, value)]
-    plain, ready = encode_holdings(Holdings(("loader",), (), tuple(blobs)), SaveOptions()).blobs
-    assert bytes(ready.data) == plain.data
-    assert (decode_blobs(bytes(ready.data))[fqn]["tokens"] == VALUE["tokens"]).all()
-    in_place = np.shares_memory(np.frombuffer(ready.data, np.uint8), np.frombuffer(value.memory, np.uint8))
-    assert in_place == (room == 4112 or (room == 3 and fqn == ""))
-
-
-@pytest.mark.parametrize("value", [VALUE, encoded(VALUE, 100)], ids=["plain", "encoded"])
-def test_a_value_with_several_names_is_stored_under_each_as_if_it_had_no_other(value: Any) -> None:
-    names = ["a", "b" * 300, "c/d"]
-    together = tuple(Blob("optimizer", name, value) for name in names)
-    held = encode_holdings(Holdings(("optimizer",), (), together), SaveOptions())
-    for name, blob in zip(names, held.blobs, strict=True):
-        alone = encode_holdings(
-            Holdings(("optimizer",), (), (Blob("optimizer", name, VALUE),)), SaveOptions()
+def test_a_value_that_is_encoded_already_makes_the_same_file() -> None:
+    for fqn, room in one_by_one(product(["", "a/~p", "n" * 4096], [0, 3, 4112])):
+        value = encoded(VALUE, room)
+        blobs = [Blob("loader", fqn, one, {"source": 1}) for one in (VALUE, value)]
+        plain, ready = encode_holdings(Holdings(("loader",), (), tuple(blobs)), SaveOptions()).blobs
+        assert bytes(ready.data) == plain.data
+        assert (decode_blobs(bytes(ready.data))[fqn]["tokens"] == VALUE["tokens"]).all()
+        in_place = np.shares_memory(
+            np.frombuffer(ready.data, np.uint8), np.frombuffer(value.memory, np.uint8)
         )
-        assert (bytes(blob.data), blob.key) == (alone.blobs[0].data, alone.blobs[0].key)
+        assert in_place == (room == 4112 or (room == 3 and fqn == ""))
+
+
+def test_a_value_with_several_names_is_stored_under_each_as_if_it_had_no_other() -> None:
+    for value in one_by_one([VALUE, encoded(VALUE, 100)]):
+        names = ["a", "b" * 300, "c/d"]
+        together = tuple(Blob("optimizer", name, value) for name in names)
+        held = encode_holdings(Holdings(("optimizer",), (), together), SaveOptions())
+        for name, blob in zip(names, held.blobs, strict=True):
+            alone = encode_holdings(
+                Holdings(("optimizer",), (), (Blob("optimizer", name, VALUE),)), SaveOptions()
+            )
+            assert (bytes(blob.data), blob.key) == (alone.blobs[0].data, alone.blobs[0].key)
 
 
 def test_a_file_with_one_value_is_what_was_encoded_and_no_copy_of_it() -> None:
@@ -104,12 +107,6 @@ def test_small_files_are_written_several_at_a_time_and_told_in_their_order() -> 
         paths.blob_path("loader", 0, WRITE_ID, own=n) for n in range(32)
     ]
     assert {file.path for file in storage.list()} == {file.path for file in written}
-
-
-def test_with_one_thread_they_are_written_one_after_another() -> None:
-    storage, written = Meeting("alone", 1), list[Written]()
-    write_blobs(job_of(storage, threads=1), many(5), WRITE_ID, written)
-    assert len(written) == 5
 
 
 class Refusing(ProcessMemory):

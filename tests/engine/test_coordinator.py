@@ -9,7 +9,6 @@ import pytest
 import reknit
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine import round_messages
-from reknit.engine.memory.sources import Sources
 from reknit.engine.packed_columns import packed, unpacked
 from reknit.engine.saving import save_coordinator as module
 from reknit.engine.saving.claims import claims, encode_holdings
@@ -32,6 +31,7 @@ from reknit.planner.assemble import assemble
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
 from tests.engine.runs import nothing_held
+from tests.running.cases import one_by_one
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -100,18 +100,17 @@ class Rank:
 
 
 class World:
-    """All ranks of a job and their root, without a network: messages are merged as in a tree, or not."""
+    """All ranks of a job and their root, without a network: messages are merged as in a tree."""
 
-    def __init__(self, name: str, *, merging: bool = True) -> None:
+    def __init__(self, name: str) -> None:
         ProcessMemory.clear(name)
         self.ranks = [Rank(rank, ProcessMemory(name)) for rank in range(SIZE)]
         self.job = self.ranks[0].job
         self.coordinator = Coordinator()
-        self.merging = merging
 
     def up(self, requests: list[Sections], merge: Callable[[Sequence[Sections]], Sections]) -> list[Sections]:
         sent = Sections.unpack([request.pack() for request in requests])
-        return [merge([merge(sent[1:]), sent[0]])] if self.merging else sent
+        return [merge([merge(sent[1:]), sent[0]])]
 
     def save(self, holdings: Callable[[int], Sequence[Shard]]) -> tuple[Manifest, Index]:
         write_id = paths.new_write_id()
@@ -149,11 +148,10 @@ def assembled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("merging", [True, False])
 def test_a_save_by_known_plans_has_the_index_of_the_save_before_under_new_names(
-    merging: bool, assembled: list[int]
+    assembled: list[int],
 ) -> None:
-    world = World("known", merging=merging)
+    world = World("known")
     manifest, index = world.save(lambda rank: [rows(rank, "a"), copy("norm")])
     again, same = world.save(lambda rank: [rows(rank, "a"), copy("norm")])
     assert all(rank.known for rank in world.ranks)
@@ -180,33 +178,6 @@ def test_only_the_rows_of_ranks_that_changed_are_told_anew(assembled: list[int])
     assert all(rank.known for rank in world.ranks)
     assert form(index) == form(other.save(lambda rank: [rows(rank, "a")])[1])
     assert assembled == [SIZE, SIZE, SIZE, SIZE]  # two for each world
-
-
-def test_two_layouts_in_turn_are_each_assembled_once(assembled: list[int]) -> None:
-    world = World("turns")
-    first = form(world.save(lambda rank: [rows(rank, "a")])[1])
-    second = form(world.save(lambda rank: [rows(rank, "b")])[1])
-    for _ in range(2):
-        assert form(world.save(lambda rank: [rows(rank, "a")])[1]) == first
-        assert form(world.save(lambda rank: [rows(rank, "b")])[1]) == second
-    assert assembled == [SIZE, SIZE]
-
-
-def test_chunks_told_again_under_a_plan_replace_those_before(assembled: list[int]) -> None:
-    world = World("again")
-    world.save(lambda rank: [rows(rank, "a")])
-    world.ranks[2].silent = False
-    world.save(lambda rank: [rows(rank, "a")])
-    world.ranks[2].silent = True
-    world.save(lambda rank: [rows(rank, "a")])
-    assert assembled == [SIZE, SIZE]
-
-
-def test_a_tensor_that_changed_its_shape_leaves_nothing_of_the_old_one_behind() -> None:
-    world = World("shapes")
-    for length in (2, 3, 2, 4):
-        _, index = world.save(lambda rank: [rows(rank, "a", length)])  # noqa: B023 (called at once)
-        assert [entry.spec.shape for entry in index.tensors] == [(length * SIZE, 3)]
 
 
 def test_a_plan_that_the_root_does_not_know_is_named() -> None:
@@ -243,18 +214,6 @@ def test_ranks_at_different_saves_are_told_where_they_are() -> None:
     write_id = paths.new_write_id()
     requests = [rank.claims(write_id, 7 + (rank.rank == 2), [rows(rank.rank, "a")]) for rank in world.ranks]
     with pytest.raises(ProtocolError, match="rank 2 is at another save than rank 0: it saves step 8, rank 0"):
-        world.coordinator.assign(world.job, [merge_claims(requests)])
-
-
-def test_ranks_at_different_saves_of_one_step_are_told_so_too() -> None:
-    world = World("astray-too")
-    first = paths.new_write_id()
-    write_ids = [paths.new_write_id() if rank == 3 else first for rank in range(SIZE)]
-    requests = [
-        rank.claims(write_id, 7, [rows(rank.rank, "a")])
-        for rank, write_id in zip(world.ranks, write_ids, strict=True)
-    ]
-    with pytest.raises(ProtocolError, match="rank 3 is at another save than rank 0"):
         world.coordinator.assign(world.job, [merge_claims(requests)])
 
 
@@ -299,16 +258,6 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
     own, lost = counted.warnings
     assert "different values of m/kept (ranks 0, 2), m/both (ranks 0, 1); each rank's copy was stored" in own
     assert "different values of m/lost (ranks 0, 3), m/both (ranks 0, 1); one rank's copy was stored" in lost
-
-
-def test_ranks_with_equal_answers_get_one_object() -> None:
-    world = World("equal")
-    write_id = paths.new_write_id()
-    requests = [rank.claims(write_id, 1, [copy("a"), copy("b")]) for rank in world.ranks]
-    answers = world.coordinator.assign(world.job, [merge_claims(requests)])
-    assert len({id(answer) for answer in answers}) == 1
-    owners = unpacked(answers[0].shard_owners, "i8")
-    assert len(set(owners.tolist())) == 2
 
 
 def test_what_is_kept_does_not_grow_with_the_layouts_that_were_saved() -> None:
@@ -382,26 +331,14 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
     assert all("of x under one coordinate" in warning for warning in got.warnings)
 
 
-@pytest.mark.parametrize("num_digests", [0, 2])
-def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named(num_digests: int) -> None:
-    rank, write_id = World("digests").ranks[2], paths.new_write_id()
-    digests = np.zeros(num_digests, np.uint64)
-    written = [Written(paths.data_path("m", 2, write_id), 5, digests)]
-    reported = receipt(rank.job, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
-    with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
-        receipts_to_manifest(reported.of_ranks, write_id)
-
-
-def test_files_are_planned_once_for_a_layout_and_anew_for_other_limits_and_other_owners() -> None:
-    alone = encode_holdings(Holdings(("m",), (rows(1, "a"), rows(1, "b")), ()), SaveOptions())
-    planned = outline(alone.resolved(np.zeros(0, np.int64)), 1, CUT)
-    assert outline(replace(alone.holdings, blobs=()), 1, CUT) is planned, "the copy keeps the plan"
-    assert len(outline(alone.holdings, 1, FileCut(5000)).files) == len(planned.files) == 1
-    assert [image.path for image in planned.images("0" * 32, Sources(()))] == ["m/00001.00000000.safetensors"]
-    shared = encode_holdings(Holdings(("m",), (copy("a"), copy("b")), ()), SaveOptions())
-    for owners, nbytes in (([1, 0], 100), ([1, 1], 200), ([0, 0], 0)):
-        files = outline(shared.resolved(np.array(owners)), 1, CUT).files
-        assert sum(file.plan.nbytes for file in files) == nbytes
+def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named() -> None:
+    for num_digests in one_by_one([0, 2]):
+        rank, write_id = World("digests").ranks[2], paths.new_write_id()
+        digests = np.zeros(num_digests, np.uint64)
+        written = [Written(paths.data_path("m", 2, write_id), 5, digests)]
+        reported = receipt(rank.job, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
+        with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
+            receipts_to_manifest(reported.of_ranks, write_id)
 
 
 def test_what_is_assembled_is_checked_as_a_reader_does(
@@ -414,3 +351,15 @@ def test_what_is_assembled_is_checked_as_a_reader_does(
     with pytest.raises(CorruptError, match="2 tensors are not sound"):
         reknit.save(tmp_path / "c", {"m": {"a": np.zeros(3), "b": np.ones(2)}})
     assert not list(tmp_path.rglob("*.safetensors")), "and nothing is left"
+
+
+def test_ranks_at_different_saves_of_one_step_are_told_so_too() -> None:
+    world = World("astray-too")
+    first = paths.new_write_id()
+    write_ids = [paths.new_write_id() if rank == 3 else first for rank in range(SIZE)]
+    requests = [
+        rank.claims(write_id, 7, [rows(rank.rank, "a")])
+        for rank, write_id in zip(world.ranks, write_ids, strict=True)
+    ]
+    with pytest.raises(ProtocolError, match="rank 3 is at another save than rank 0"):
+        world.coordinator.assign(world.job, [merge_claims(requests)])

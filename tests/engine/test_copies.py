@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,10 +20,10 @@ from reknit.engine.saving.compared_copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYT
 from reknit.errors import ReknitError, ShortageError, StateError
 from reknit.format.values.blob_codec import decode_blobs
 from reknit.options import SaveOptions
-from reknit.planner.resolve import shard_key
 from reknit.types.box import Box
 from reknit.types.shard import Alias, Holdings, Shard, TensorSpec
 from tests.devices import every_simulated_device
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from reknit.engine.round_messages import Copies
@@ -56,26 +57,27 @@ def held(last: int, nbytes: int) -> list[Shard]:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("nbytes", [4, SAMPLE_NBYTES, SAMPLE_NBYTES + 1])
-@pytest.mark.parametrize("check", ["off", "sample", "warn", "all"])
-def test_copies_are_compared_by_their_bytes(check: str, nbytes: int, size: int) -> None:
-    one, same, other = (by_name(compared(held(last, nbytes), check, size)) for last in (4, 4, 5))
-    assert one == same
-    assert one.keys() == other.keys() == (set() if check == "off" or size == 1 else {"guessed", "vouched"})
-    if one:
-        assert one["guessed"] != other["guessed"], "without a given replica set, all bytes are compared"
-        assert (one["vouched"] == other["vouched"]) == (nbytes > SAMPLE_NBYTES and check != "all")
+def test_copies_are_compared_by_their_bytes() -> None:
+    for check, nbytes, size in one_by_one(
+        product(["off", "sample", "warn", "all"], [4, SAMPLE_NBYTES, SAMPLE_NBYTES + 1], [1, 2])
+    ):
+        one, same, other = (by_name(compared(held(last, nbytes), check, size)) for last in (4, 4, 5))
+        assert one == same
+        assert (
+            one.keys() == other.keys() == (set() if check == "off" or size == 1 else {"guessed", "vouched"})
+        )
+        if one:
+            assert one["guessed"] != other["guessed"], "without a given replica set, all bytes are compared"
+            assert (one["vouched"] == other["vouched"]) == (nbytes > SAMPLE_NBYTES and check != "all")
 
 
-@pytest.mark.parametrize(
-    "make", [lambda n: np.arange(n, dtype=np.uint8), lambda n: torch.arange(n, dtype=torch.uint8)]
-)
-def test_memory_of_any_order_is_compared_in_that_of_its_elements(make: Any) -> None:
-    plain = make(200).reshape(10, 20)
-    turned = make(200).reshape(10, 20).T
-    turned = turned.copy().T if isinstance(turned, np.ndarray) else turned.contiguous().T
-    assert compared([shard("a", None, plain)]) == compared([shard("a", None, turned)])
+def test_memory_of_any_order_is_compared_in_that_of_its_elements() -> None:
+    cases: list[Any] = [lambda n: np.arange(n, dtype=np.uint8), lambda n: torch.arange(n, dtype=torch.uint8)]
+    for make in one_by_one(cases):
+        plain = make(200).reshape(10, 20)
+        turned = make(200).reshape(10, 20).T
+        turned = turned.copy().T if isinstance(turned, np.ndarray) else turned.contiguous().T
+        assert compared([shard("a", None, plain)]) == compared([shard("a", None, turned)])
 
 
 def test_what_lies_on_a_device_is_gathered_there_lot_by_lot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,26 +163,26 @@ def test_a_rank_keeps_its_own_of_a_small_tensor_that_differs() -> None:
         assert (done.kept, done.unequal) == ([("m", fqn, "0, 1")], [])
 
 
-@pytest.mark.parametrize("kind", ["large", "part", "tied", "nameless"])
-def test_what_no_rank_can_keep_fails_the_save_with_its_name(kind: str) -> None:
-    data = np.zeros(SAMPLE_NBYTES + 1 if kind == "large" else 4, np.uint8)
-    one = shard("w", (0, 1), data)
-    if kind == "part":
-        one = shard("w", None, data, Box((8,), (4,)))
-    if kind == "nameless":
-        one = Shard("m", "w", TensorSpec((4,), "float4_e2m1fn_x2"), Box.whole((4,)), None, data)
-    copies = compared(
-        [one, shard("z", None, np.zeros(2000, np.uint8))],
-        "sample",
-        2,
-        *([Alias("m", "v", "w")] if kind == "tied" else []),
-    )
-    with pytest.raises(
-        StateError, match=r"(?s)different values of m/w \(ranks 0, 1\).*PerRank.*check_replicas='warn'"
-    ):
-        split(copies, differing(copies, "w"), 0, "sample")
-    done = split(copies, differing(copies, "w"), 0, "warn")
-    assert (done.blobs, done.kept, done.unequal) == ([], [], [("m", "w", "0, 1")])
+def test_what_no_rank_can_keep_fails_the_save_with_its_name() -> None:
+    for kind in one_by_one(["large", "part", "tied", "nameless"]):
+        data = np.zeros(SAMPLE_NBYTES + 1 if kind == "large" else 4, np.uint8)
+        one = shard("w", (0, 1), data)
+        if kind == "part":
+            one = shard("w", None, data, Box((8,), (4,)))
+        if kind == "nameless":
+            one = Shard("m", "w", TensorSpec((4,), "float4_e2m1fn_x2"), Box.whole((4,)), None, data)
+        copies = compared(
+            [one, shard("z", None, np.zeros(2000, np.uint8))],
+            "sample",
+            2,
+            *([Alias("m", "v", "w")] if kind == "tied" else []),
+        )
+        with pytest.raises(
+            StateError, match=r"(?s)different values of m/w \(ranks 0, 1\).*PerRank.*check_replicas='warn'"
+        ):
+            split(copies, differing(copies, "w"), 0, "sample")
+        done = split(copies, differing(copies, "w"), 0, "warn")
+        assert (done.blobs, done.kept, done.unequal) == ([], [], [("m", "w", "0, 1")])
 
 
 def test_what_is_kept_is_bounded_and_what_nobody_vouches_for_goes_first() -> None:
@@ -197,9 +199,3 @@ def test_what_is_kept_is_bounded_and_what_nobody_vouches_for_goes_first() -> Non
     many = compared(shards[:600])
     assert len(many.data) == KEPT_NBYTES
     assert len(names(many)) == 600
-
-
-def test_of_equal_boxes_that_a_rank_holds_twice_the_first_counts() -> None:
-    shards = [shard("w", None, np.full(4, k, np.uint8)) for k in (1, 2)]
-    assert compared(shards) == compared(shards[:1])
-    assert unpacked(compared(shards).keys, "u8").tolist() == [shard_key(shards[0])]

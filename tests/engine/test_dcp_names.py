@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import reknit
+from tests.running.cases import one_by_one_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,9 +44,15 @@ def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, flat: bo
     return get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize(("kind", "args"), [(Scaled, ()), (torch.nn.Linear, (2, 3))])
+@pytest.mark.parametrize(
+    ("flat", "merged", "kind", "args"),
+    [
+        (False, False, Scaled, ()),
+        (True, False, torch.nn.Linear, (2, 3)),
+        (True, True, Scaled, ()),
+        (True, True, torch.nn.Linear, (2, 3)),
+    ],
+)
 def test_a_model_at_the_top_is_whole_beside_its_optimizer(
     flat: bool, merged: bool, kind: type[torch.nn.Module], args: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -66,8 +73,7 @@ def test_a_model_at_the_top_is_whole_beside_its_optimizer(
         assert all(torch.equal(one, found["state"][number][name]) for name, one in state.items())
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("flat", "kind"), [(False, torch.float32), (True, torch.float64)])
 def test_learning_rates_that_are_tensors_load(flat: bool, kind: torch.dtype, tmp_path: Path) -> None:
     model: Any = trained(Scaled)[0]
     rates = [torch.tensor(rate, dtype=kind) for rate in (0.1, 0.2)]
@@ -89,8 +95,7 @@ def test_learning_rates_that_are_tensors_load(flat: bool, kind: torch.dtype, tmp
     assert found == rates
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("flat", "merged"), [(False, False), (True, True)])
 def test_a_counter_beside_a_model_and_its_optimizer_is_an_item(
     flat: bool, merged: bool, tmp_path: Path
 ) -> None:
@@ -105,30 +110,31 @@ def test_a_counter_beside_a_model_and_its_optimizer_is_an_item(
     assert torch.equal(target["model"].scale, of_model["scale"])
 
 
-@pytest.mark.parametrize(
-    ("state", "items"),
-    [
+def test_tensors_at_the_top_without_an_optimizer(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, list[str]]]] = [
         ({"app": {"x": torch.ones(1)}, "counts": torch.ones(2)}, {"app": ["x"], "counts": [""]}),
         (
             {"app": {"x": torch.ones(1)}, "a.b": torch.ones(2), "c": torch.ones(2)},
             {"app": ["x"], "model": ["a.b", "c"]},
         ),
         (
-            {"app": {"x": torch.ones(1)}, "a.b": torch.ones(2), "c": torch.ones(2), "step": torch.tensor(1)},
+            {
+                "app": {"x": torch.ones(1)},
+                "a.b": torch.ones(2),
+                "c": torch.ones(2),
+                "step": torch.tensor(1),
+            },
             {"app": ["x"], "model": ["a.b", "c"], "step": [""]},
         ),
         ({"model": {"w": torch.ones(1)}, "ema": torch.ones(2)}, {"model": ["w"], "ema": [""]}),
         ({"c": torch.ones(2)}, {"model": ["c"]}),
         ({"a.w": torch.ones(1), "a._extra_state": 1, "step": 2}, {"step": [], "model": ["a.w"]}),
         ({"state.proj.weight": torch.ones(2)}, {"model": ["state.proj.weight"]}),
-    ],
-)
-def test_tensors_at_the_top_without_an_optimizer(
-    state: dict[str, Any], items: dict[str, list[str]], tmp_path: Path
-) -> None:
-    dcp.save(state, checkpoint_id=tmp_path)
-    with reknit.open(tmp_path) as checkpoint:
-        assert {item: list(names) for item, names in checkpoint.tensors.items()} == items
+    ]
+    for (state, items), folder in one_by_one_in(tmp_path, cases):
+        dcp.save(state, checkpoint_id=folder)
+        with reknit.open(folder) as checkpoint:
+            assert {item: list(names) for item, names in checkpoint.tensors.items()} == items
 
 
 def save_of_lightning(path: Path, rest: Any) -> torch.nn.Linear:
@@ -148,11 +154,12 @@ def test_the_rest_of_a_sharded_checkpoint_of_lightning_comes_along(tmp_path: Pat
     assert torch.equal(other.weight, model.weight)
 
 
-@pytest.mark.parametrize("rest", [{"model": {"weight": torch.zeros(1)}}, [1]])
-def test_another_file_of_that_name_is_named_and_closes_nothing(rest: Any, tmp_path: Path) -> None:
-    model = save_of_lightning(tmp_path, rest)
-    with reknit.open(tmp_path) as checkpoint:
-        assert checkpoint.items == ("model",)
-        assert checkpoint.manifest.other is not None
-        assert [name for name, _ in checkpoint.manifest.other.notes] == ["meta.pt"]
-        assert torch.equal(checkpoint.read("model", "weight", framework="torch"), model.weight)
+def test_another_file_of_that_name_is_named_and_closes_nothing(tmp_path: Path) -> None:
+    cases: list[Any] = [{"model": {"weight": torch.zeros(1)}}, [1]]
+    for rest, folder in one_by_one_in(tmp_path, cases):
+        model = save_of_lightning(folder, rest)
+        with reknit.open(folder) as checkpoint:
+            assert checkpoint.items == ("model",)
+            assert checkpoint.manifest.other is not None
+            assert [name for name, _ in checkpoint.manifest.other.notes] == ["meta.pt"]
+            assert torch.equal(checkpoint.read("model", "weight", framework="torch"), model.weight)

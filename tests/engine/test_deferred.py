@@ -93,7 +93,6 @@ def backward(model: nn.Module) -> None:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw, fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "adamw, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, foreach=False),
 }
 
@@ -166,11 +165,6 @@ def test_a_step_waits_for_the_copies_and_the_backward_before_it_does_not(gate: G
     assert not np.array_equal(truth(state)["model/first.weight"], expected["model/first.weight"])
 
 
-def by_data(state: State) -> None:
-    for p in state["model"].parameters():
-        p.data.add_(1)
-
-
 def by_numpy(state: State) -> None:
     state["model"].first.weight.detach().numpy()[:] += 1
 
@@ -192,11 +186,7 @@ def by_a_state(state: State) -> None:
         next(s for s in states.values() if s.ndim).add_(1)
 
 
-def by_load_state_dict(state: State) -> None:
-    state["model"].load_state_dict({k: v + 1 for k, v in state["model"].state_dict().items()})
-
-
-PAST_THE_BARRIER = [by_data, by_numpy, by_replay, by_torch, by_a_state, by_load_state_dict]
+PAST_THE_BARRIER = [by_numpy, by_replay, by_torch, by_a_state]
 
 
 @pytest.mark.parametrize("change", PAST_THE_BARRIER)
@@ -266,13 +256,6 @@ def test_small_and_scattered_tensors_of_an_optimizer_are_copied_before_save_retu
     assert deferred == ["above"], "only contiguous tensors of more than 64 KiB are deferred"
 
 
-def test_a_model_without_its_optimizer_is_copied_before_save_returns(gate: Gate) -> None:
-    state = trained("sgd")
-    for number in range(2):
-        assert is_staged(reknit.save(f"lazy://{number}", {"m": state["model"]}, wait=False, options=LAZY))
-        state["optimizer"].step()
-
-
 def test_an_optimizer_that_was_not_seen_to_step_is_copied_before_save_returns(gate: Gate) -> None:
     state = trained("sgd")
     assert is_staged(save("lazy://0", state))
@@ -285,14 +268,6 @@ def test_an_optimizer_that_was_not_seen_to_step_is_copied_before_save_returns(ga
     by_replay(state)
     gate.open.clear()
     assert is_staged(save("lazy://3", state))
-
-
-def test_after_prepare_and_a_step_the_first_save_is_staged_lazily(gate: Gate) -> None:
-    state = trained("sgd")
-    reknit.prepare("lazy://run", state, options=LAZY)
-    state["optimizer"].step()
-    assert not is_staged(save("lazy://0", state))
-    gate.open.set()
 
 
 def test_a_change_of_dtensors_by_their_optimizer_waits_and_one_past_it_is_noticed(gate: Gate) -> None:
@@ -426,3 +401,11 @@ def test_a_checkpoint_has_what_was_there_at_the_save_or_there_is_none(
                 assert differing(path, expected) == []
         assert reknit.close(LIMIT_S)
     ProcessMemory.clear("lazy")
+
+
+def test_after_prepare_and_a_step_the_first_save_is_staged_lazily(gate: Gate) -> None:
+    state = trained("sgd")
+    reknit.prepare("lazy://run", state, options=LAZY)
+    state["optimizer"].step()
+    assert not is_staged(save("lazy://0", state))
+    gate.open.set()

@@ -18,6 +18,7 @@ from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.storage.registry import open_storage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.types.manifest import FileEntry
+from tests.running.cases import one_by_one_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,30 +37,24 @@ def test_a_checkpoint_goes_with_its_folder(tmp_path: Path) -> None:
         reknit.delete(path)
 
 
-def test_in_memory_too() -> None:
-    reknit.save("mem://test_delete/one", STATE)
-    assert reknit.delete("mem://test_delete/one") > 0
-    assert reknit.steps("mem://test_delete") == []
-
-
-@pytest.mark.parametrize("after", range(1, 7))
-def test_after_a_fault_it_is_whole_or_gone_and_the_rest_can_be_swept(tmp_path: Path, after: int) -> None:
-    path = tmp_path / "one"
-    reknit.save(path, STATE)
-    storage = open_storage(path)
-    faulty = FaultyStorage(storage, plan=[Fault("error", after, "delete")])
-    try:
-        delete(faulty)
-    except StorageError:
-        if (path / "manifest.json").exists():
-            assert reknit.verify(path, "data").ok
+def test_after_a_fault_it_is_whole_or_gone_and_the_rest_can_be_swept(tmp_path: Path) -> None:
+    for after, folder in one_by_one_in(tmp_path, range(1, 7)):
+        path = folder / "one"
+        reknit.save(path, STATE)
+        storage = open_storage(path)
+        faulty = FaultyStorage(storage, plan=[Fault("error", after, "delete")])
+        try:
+            delete(faulty)
+        except StorageError:
+            if (path / "manifest.json").exists():
+                assert reknit.verify(path, "data").ok
+            else:
+                with pytest.raises(CheckpointNotFoundError):
+                    reknit.open(path)
+                left = [file for file in path.rglob("*") if file.is_file()]
+                assert all(paths.parse_path(str(file.relative_to(path))) for file in left)
         else:
-            with pytest.raises(CheckpointNotFoundError):
-                reknit.open(path)
-            left = [file for file in path.rglob("*") if file.is_file()]
-            assert all(paths.parse_path(str(file.relative_to(path))) for file in left)
-    else:
-        assert not path.exists()
+            assert not path.exists()
 
 
 def test_a_damaged_checkpoint_can_be_removed_and_other_files_stay(tmp_path: Path) -> None:

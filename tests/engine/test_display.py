@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import reknit
-from reknit.engine.display import logged, some
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.options import PromotionTarget
 from reknit.storage.registry import register
@@ -140,12 +139,3 @@ def test_only_rank_0_tells_what_all_ranks_did(caplog: pytest.LogCaptureFixture) 
     assert sum("by 2 ranks in" in record.getMessage() for record in caplog.records) == 2
     assert sum("blocked training for" in record.getMessage() for record in caplog.records) == 1
     assert sum("to rank 0 of 2 in" in record.getMessage() for record in caplog.records) == 1
-
-
-def test_a_line_has_step_and_rate_only_where_they_are_known() -> None:
-    assert logged("saved", "/x", 5, 3 << 20, "by 2 ranks", seconds=1.5) == (
-        "saved /x (step 5): 3.0 MiB by 2 ranks in 1.5 s, 2.0 MiB/s"
-    )
-    assert logged("loaded", "/x", None, 0, "", seconds=0.0) == "loaded /x: 0 B in 0 s"
-    assert some(()) is None
-    assert some(("a", "b", "c")) == "3 (a, b, c)"

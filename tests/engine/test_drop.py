@@ -46,10 +46,10 @@ def files(path: Path) -> list[str]:
     return sorted(file.relative_to(path).parts[0] for file in path.rglob("*") if file.is_file())
 
 
-@pytest.fixture(params=["few files", "many files"])
-def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    if request.param == "many files":  # then the index lists them
-        monkeypatch.setattr(manifest_content, "MAX_LISTED_FILES", -1)
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkpoint whose index lists its files, as if they were many."""
+    monkeypatch.setattr(manifest_content, "MAX_LISTED_FILES", -1)
     reknit.save(tmp_path / "step_00000003", state(3.0), step=3, metadata={"metrics": {"loss": 0.5}})
     return tmp_path / "step_00000003"
 

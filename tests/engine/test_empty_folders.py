@@ -44,8 +44,7 @@ def test_a_save_that_fails_at_any_operation_leaves_the_folders_as_they_were(
     assert k > 10
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("operation", ["create:1", "finish:2"])
+@pytest.mark.parametrize(("failing", "operation"), [(0, "finish:2"), (1, "create:1"), (2, "finish:2")])
 def test_whichever_rank_fails_and_is_the_last_to_leave_no_folder_stays(
     tmp_path: Path, failing: int, operation: str
 ) -> None:

@@ -154,9 +154,10 @@ def all_delivered(works: Sequence[Work], reads: Sequence[Sequence[tuple[int, int
     )
 
 
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 2], [0, 1, 0, 1]])
-@pytest.mark.parametrize("num_slots", [1, 8])
-@pytest.mark.parametrize("bucket", [1, 10, 40])
+@pytest.mark.parametrize(
+    ("hosts", "num_slots", "bucket"),
+    [([0, 0], 1, 1), ([0, 1], 8, 10), ([0, 0, 1], 1, 10), ([0, 1, 2], 8, 1), ([0, 1, 0, 1], 1, 40)],
+)
 def test_with_few_places_and_many_exchanges_everything_arrives(
     hosts: list[int], num_slots: int, bucket: int
 ) -> None:
@@ -171,8 +172,7 @@ def test_with_few_places_and_many_exchanges_everything_arrives(
         assert nbytes == (30 - len(work.fetched)) * CELL
 
 
-@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1], [0, 1, 2]])
-@pytest.mark.parametrize("num_steps", [2, 70])
+@pytest.mark.parametrize(("hosts", "num_steps"), [([0, 0, 1], 2), ([0, 1, 2], 70)])
 def test_exchanges_in_steps_bring_the_same_bytes(hosts: list[int], num_steps: int) -> None:
     reads = [[*cells(9), (9 * CELL, 7)]] * len(hosts)
     works = [Work(10 * CELL) for _ in hosts]
@@ -199,8 +199,7 @@ class Wrong(ThreadCarrier):
             received[-1] ^= 1
 
 
-@pytest.mark.parametrize("hosts", [[0, 1], [0, 1, 1]])
-@pytest.mark.parametrize("bucket", [CELL, 2 * CELL])
+@pytest.mark.parametrize(("hosts", "bucket"), [([0, 1], CELL), ([0, 1, 1], 2 * CELL)])
 def test_bytes_that_change_between_hosts_are_delivered_to_nobody_and_their_reader_is_named(
     hosts: list[int], bucket: int
 ) -> None:
@@ -245,17 +244,6 @@ def test_a_call_between_hosts_that_hangs_ends_with_the_deadline_of_the_load(
         assert "exchange 1 of 1 with other hosts by a queue of the test, waiting for" in outcome.message
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 1], [0, 1, 2]])
-def test_tiny_fetches_share_a_place_and_are_each_taken(hosts: list[int]) -> None:
-    # A fetch of one byte takes 64 bytes, so the fetches of an exchange may need more than eight places.
-    reads = [[(k * 8, 1) for k in range(1_500)]] * 3
-    works = [Work(20_000) for _ in range(3)]
-    received = run_ranks(3, exchanges(works, hosts, reads, bucket=1_000, num_slots=2))
-    assert all_delivered(works, reads)
-    assert sum(len(work.fetched) for work in works) == 1_500
-    assert sum(received) == 3_000
-
-
 def test_a_slow_taker_holds_up_the_reading_when_all_places_are_full_and_nothing_is_overwritten() -> None:
     gate = threading.Event()
     works = [Work(20 * CELL) for _ in range(2)]
@@ -287,8 +275,7 @@ def test_what_concerns_nobody_else_is_done_while_a_rank_waits_for_others() -> No
     assert all_delivered(works, reads)
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1], [0, 1, 1], [0, 1, 2]])
-@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize(("hosts", "at"), [([0, 0, 0], 5), ([0, 0, 1], 5), ([0, 1, 1], 0), ([0, 1, 2], 5)])
 def test_an_error_while_others_wait_ends_them_all_and_only_its_own_rank_knows_why(
     hosts: list[int], at: int
 ) -> None:
@@ -307,57 +294,6 @@ def test_an_error_while_others_wait_ends_them_all_and_only_its_own_rank_knows_wh
     assert outcomes[1].phase == "read"
     assert {type(outcomes[rank]) for rank in (0, 2)} == {StoppedError}
     assert all(work.abandoned for work in works)
-
-
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
-def test_an_error_in_work_of_its_own_ends_the_others_too(hosts: list[int]) -> None:
-    def fail(_: Arena) -> None:
-        raise StorageError("no")
-
-    given_up = threading.Event()
-
-    class Failing(Work):
-        def abandon(self) -> None:
-            super().abandon()
-            given_up.set()
-
-    # The failure reaches the other rank before all its reads, and before most exchanges between hosts.
-    works = [Failing(8 * CELL), Work(8 * CELL, lambda _: given_up.wait(WAIT_S))]
-    outcomes = run_ranks(
-        2, errors_of(exchanges(works, hosts, [cells(8)] * 2, bucket=CELL, num_slots=1, private={0: [fail]}))
-    )
-    assert [type(outcome) for outcome in outcomes] == [StorageError, StoppedError]
-
-
-def test_a_rank_that_fails_while_it_only_takes_ends_the_rank_that_reads_for_it() -> None:
-    class Taker(Work):
-        def deliver(self, number: int, start: int, data: Bytes, arena: Arena) -> None:
-            if not self.fetched:
-                raise StorageError("no")
-            super().deliver(number, start, data, arena)
-
-    works = [Taker(CELL), Taker(CELL)]
-    outcomes = run_ranks(2, errors_of(exchanges(works, [0, 0], [cells(1)] * 2)))
-    for work, outcome in zip(works, outcomes, strict=True):
-        assert type(outcome) is (StoppedError if work.fetched else StorageError)
-
-
-def test_a_rank_that_fails_lets_its_host_know_before_it_waits_for_other_hosts() -> None:
-    class Taker(Work):
-        def deliver(self, number: int, start: int, data: Bytes, arena: Arena) -> None:
-            # Meanwhile rank 1 fills its places, and rank 0 says that it is ready for the next exchange.
-            threading.Event().wait(0.5)
-            raise StorageError("no")
-
-    # Ranks 0 and 2 have so much to read alone that rank 1 reads all ranges that they share.
-    reads = [cells(50), cells(8), cells(8) + [(k * CELL, CELL) for k in range(50, 100)]]
-    works = [Taker(50 * CELL), Work(8 * CELL), Work(100 * CELL)]
-    hub = Hub(3)
-    exchanged = exchanges(works, [0, 0, 1], reads, bucket=CELL, num_slots=1, hub=hub)
-    outcomes = run_ranks(3, errors_of(exchanged))
-    assert [type(outcome) for outcome in outcomes] == [StorageError, StoppedError, StoppedError]
-    assert len(works[1].fetched) < 8
-    assert hub.is_in_step
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
@@ -391,25 +327,15 @@ def test_a_rank_that_can_start_no_thread_keeps_nobody_waiting(monkeypatch: pytes
     assert [type(outcome) for outcome in outcomes] == [StoppedError, ShortageError]
 
 
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
-def test_a_rank_that_waits_too_long_says_for_what(hosts: list[int]) -> None:
+def test_a_rank_that_waits_too_long_says_for_what() -> None:
     late = threading.Event()
     threading.Timer(1.0, late.set).start()
     works = [Work(8 * CELL), Work(8 * CELL, lambda _: late.wait(WAIT_S))]
-    exchanged = exchanges(works, hosts, [cells(8)] * 2, bucket=CELL, timeout_s=(0.3, WAIT_S))
+    exchanged = exchanges(works, [0, 0], [cells(8)] * 2, bucket=CELL, timeout_s=(0.3, WAIT_S))
     waited, stopped = run_ranks(2, errors_of(exchanged))
     assert isinstance(waited, DeadlineError)
     assert "of file, that rank 1 reads did not finish within 0.3 s" in waited.message
     assert isinstance(stopped, StoppedError)
-
-
-def test_a_rank_whose_storage_hangs_says_what_it_reads() -> None:
-    released = threading.Event()
-    works = [Work(8 * CELL), Work(8 * CELL, lambda _: released.wait(WAIT_S))]
-    outcomes = run_ranks(2, errors_of(exchanges(works, [0, 1], [cells(8)] * 2, timeout_s=(WAIT_S, 0.5))))
-    released.set()
-    assert [type(outcome) for outcome in outcomes] == [StoppedError, DeadlineError]
-    assert outcomes[1].message == "reading the file did not finish within 0.5 s"
 
 
 def test_a_rank_that_waits_too_long_for_another_host_stays_in_step_with_it() -> None:
@@ -422,20 +348,3 @@ def test_a_rank_that_waits_too_long_for_another_host_stays_in_step_with_it() -> 
     # Rank 0 had already said that it was ready, so one exchange took place before both ended.
     assert hub.is_in_step
     assert hub.num_swaps == 1
-
-
-def test_ranks_of_a_group_that_breaks_stop_waiting() -> None:
-    released = threading.Event()
-    works = [Work(8 * CELL), Work(8 * CELL, lambda _: released.wait(WAIT_S))]
-    run = errors_of(exchanges(works, [0, 0], [cells(8)] * 2))
-
-    def rank(group: Group) -> Any:
-        if group.rank == 0:
-            threading.Timer(0.3, group.close).start()
-            outcome = run(group)
-            released.set()
-            return outcome
-        return run(group)
-
-    outcomes = run_ranks(2, rank)
-    assert {type(outcome) for outcome in outcomes} == {StoppedError}

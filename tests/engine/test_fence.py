@@ -57,8 +57,7 @@ def overtaken(place: Storage, stopping: Callable[[Callable[[], None]], Storage],
     return "ok" if error is None else type(error).__name__
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("store", ["memory", "local"])
+@pytest.mark.parametrize(("store", "overwrite"), [("memory", True), ("local", False)])
 def test_a_run_that_was_overtaken_at_any_operation_commits_nothing_afterwards(
     tmp_path: Path, store: str, overwrite: bool
 ) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import reknit
 from reknit.cli.main import main
-from reknit.engine.record.foreign_files import HEAD_NBYTES, WEIGHTS, file_at, kind_of
+from reknit.engine.record.foreign_files import HEAD_NBYTES, WEIGHTS, file_at
 from reknit.engine.record.other_formats import foreign, foreign_inside
 from reknit.errors import FormatError
 from reknit.policies import every
@@ -29,6 +29,7 @@ from reknit.storage.base import HasFolderAbove
 from reknit.storage.registry import open_storage
 from reknit.testing.metered import MeteredStorage
 from tests.optional import needs
+from tests.running.cases import one_by_one_in
 from tests.storage.tiny_s3 import TinyS3
 
 if TYPE_CHECKING:
@@ -204,19 +205,19 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
-def test_a_name_alone_shows_nothing(tmp_path: Path, content: bytes) -> None:
-    for number, name in enumerate(NAMES):
-        path = tmp_path / str(number) / name
-        path.parent.mkdir(parents=True)
-        path.write_bytes(content)
-        storage = open_storage(tmp_path / str(number))
-        assert foreign(storage) is None, name
-        assert foreign_inside(storage) is None, name
-        with pytest.raises(reknit.CheckpointNotFoundError, match="pass the folder of a checkpoint"):
-            reknit.open(tmp_path / str(number))
-        with pytest.raises(reknit.CheckpointNotFoundError, match=r"it is a (file|zip archive)"):
-            reknit.open(path)
+def test_a_name_alone_shows_nothing(tmp_path: Path) -> None:
+    for content, folder in one_by_one_in(tmp_path, CONTENTS.values()):
+        for number, name in enumerate(NAMES):
+            path = folder / str(number) / name
+            path.parent.mkdir(parents=True)
+            path.write_bytes(content)
+            storage = open_storage(folder / str(number))
+            assert foreign(storage) is None, name
+            assert foreign_inside(storage) is None, name
+            with pytest.raises(reknit.CheckpointNotFoundError, match="pass the folder of a checkpoint"):
+                reknit.open(folder / str(number))
+            with pytest.raises(reknit.CheckpointNotFoundError, match=r"it is a (file|zip archive)"):
+                reknit.open(path)
 
 
 def test_pipes_folders_and_dead_links_are_not_opened(tmp_path: Path) -> None:
@@ -312,12 +313,3 @@ def test_the_store_above_is_that_of_the_folder_above(url: str, expected: tuple[s
     assert isinstance(storage, HasFolderAbove)
     above = storage.above()
     assert (above and (above[0].url, above[1])) == expected
-
-
-def test_kinds_of_files_need_their_first_bytes_only() -> None:
-    header = b'{"__metadata__":{"format":"pt"}}'
-    assert kind_of(len(header).to_bytes(8, "little") + header, 8 + len(header)) == "safetensors"
-    assert kind_of((2).to_bytes(8, "little") + b"{}", 10) == "safetensors"
-    assert kind_of(b"GGUF\0\0\0\x03", 8) == "GGUF"
-    assert kind_of(b"\x89HDF\r\n\x1a\n", 8) == "HDF5"
-    assert kind_of(b"PK\x03\x04" + bytes(22) + b"\x05\0\0\0notes", 40) == "zip"

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import reknit
 from reknit.errors import FormatError
+from tests.running.cases import one_by_one_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,18 +83,18 @@ METADATA: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", METADATA)
-def test_metadata_of_dcp_that_does_not_fit_its_files_is_refused(name: str, tmp_path: Path) -> None:
-    dcp_folder(tmp_path / "good", lambda _: None)
-    assert reknit.verify(tmp_path / "good").ok
-    dcp_folder(tmp_path / "bad", METADATA[name])
-    with pytest.raises(reknit.ReknitError) as caught:
-        reknit.open(tmp_path / "bad")
-    assert not isinstance(caught.value, reknit.CheckpointNotFoundError)
-    target = {"w": torch.full((3, 4), 7.0)}
-    with pytest.raises(reknit.ReknitError):
-        reknit.load(tmp_path / "bad", {"model": target})
-    assert torch.equal(target["w"], torch.full((3, 4), 7.0))
+def test_metadata_of_dcp_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
+    for name, folder in one_by_one_in(tmp_path, METADATA):
+        dcp_folder(folder / "good", lambda _: None)
+        assert reknit.verify(folder / "good").ok
+        dcp_folder(folder / "bad", METADATA[name])
+        with pytest.raises(reknit.ReknitError) as caught:
+            reknit.open(folder / "bad")
+        assert not isinstance(caught.value, reknit.CheckpointNotFoundError)
+        target = {"w": torch.full((3, 4), 7.0)}
+        with pytest.raises(reknit.ReknitError):
+            reknit.load(folder / "bad", {"model": target})
+        assert torch.equal(target["w"], torch.full((3, 4), 7.0))
 
 
 def rezipped(path: Path, change: Callable[[zipfile.ZipFile, zipfile.ZipInfo, bytes], None]) -> None:
@@ -128,12 +129,12 @@ def swapped(archive: zipfile.ZipFile, each: zipfile.ZipInfo, data: bytes) -> Non
     archive.writestr(each.filename, b"big" if each.filename.endswith("byteorder") else data)
 
 
-@pytest.mark.parametrize("change", [packed, twice, lost, short, swapped])
-def test_an_archive_that_torch_does_not_write_is_refused(change: Any, tmp_path: Path) -> None:
-    torch.save({"w": torch.arange(12.0)}, tmp_path / "a.pt")
-    rezipped(tmp_path / "a.pt", change)
-    with pytest.raises(FormatError):
-        reknit.open(tmp_path / "a.pt")
+def test_an_archive_that_torch_does_not_write_is_refused(tmp_path: Path) -> None:
+    for change, folder in one_by_one_in(tmp_path, [packed, twice, lost, short, swapped]):
+        torch.save({"w": torch.arange(12.0)}, folder / "a.pt")
+        rezipped(folder / "a.pt", change)
+        with pytest.raises(FormatError):
+            reknit.open(folder / "a.pt")
 
 
 def test_an_array_that_unpacks_to_more_or_less_than_it_says_is_refused(tmp_path: Path) -> None:
@@ -158,23 +159,21 @@ def test_members_that_share_bytes_are_refused(tmp_path: Path) -> None:
         reknit.open(tmp_path / "b.npz")
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
+def test_an_index_of_hugging_face_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    cases: list[bytes] = [
         b'{"weight_map": {"w": "../../etc/hostname.safetensors"}}',
         b'{"weight_map": {"w": "absent.safetensors"}}',
         b'{"weight_map": {"lost": "model-0.safetensors"}}',
         b'{"weight_map": [1, 2]}',
         b'{"weight_map": {"w": 3}}',
         b'{"weight_map": {"w": ' + b"[" * 10_000,
-    ],
-)
-def test_an_index_of_hugging_face_that_leads_elsewhere_is_refused(index: bytes, tmp_path: Path) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    (tmp_path / "model-0.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    (tmp_path / "model.safetensors.index.json").write_bytes(index)
-    with pytest.raises(reknit.ReknitError):
-        reknit.open(tmp_path)
+    ]
+    for index, folder in one_by_one_in(tmp_path, cases):
+        header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+        (folder / "model-0.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+        (folder / "model.safetensors.index.json").write_bytes(index)
+        with pytest.raises(reknit.ReknitError):
+            reknit.open(folder)
 
 
 HOSTILE = """

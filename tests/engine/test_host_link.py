@@ -14,11 +14,11 @@ import pytest
 from reknit.engine.sharing.host_link import HostLink
 from reknit.errors import CommError
 from reknit.processes.shared_memory import SharedMemory
-from tests.as_nobody import as_nobody, needs_another_user
 from tests.resources import open_files, threads
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -116,29 +116,6 @@ def test_a_rank_hears_what_is_ready_in_the_memory_of_another_which_hears_when_it
     source.close()
 
 
-def test_a_rank_that_ends_is_heard_by_those_on_both_sides(ring: SharedMemory) -> None:
-    links, ears = [HostLink(rank) for rank in range(3)], [Ear() for _ in range(3)]
-    links[0].open(None, {}, ears[0])
-    links[2].open(ring, {1: links[1].address}, ears[2])
-    links[1].open(ring, {0: links[0].address}, ears[1])
-    links[1].ready(0, 3, 100)
-    assert ears[0].next() == ("ready", 1, 3, b"hello")
-    links[1].close()
-    assert ears[0].next() == ("source ended", 1)
-    assert ears[2].next() == ("taker ended", 1)
-    for link in links:
-        link.close()
-
-
-def test_a_rank_without_memory_is_heard_to_have_ended() -> None:
-    taker, source, ear = HostLink(0), HostLink(1), Ear()
-    taker.open(None, {}, ear)
-    source.open(None, {0: taker.address}, Ear())
-    assert ear.next() == ("source ended", 1)
-    source.close()
-    taker.close()
-
-
 def test_a_rank_that_is_gone_is_an_error_and_the_others_hear_of_this_one(ring: SharedMemory) -> None:
     gone, there, ear = HostLink(0), HostLink(2), Ear()
     gone.close()
@@ -149,16 +126,6 @@ def test_a_rank_that_is_gone_is_an_error_and_the_others_hear_of_this_one(ring: S
     link.close()
     assert ear.next() == ("source ended", 1)
     there.close()
-
-
-def test_closing_twice_and_closing_what_was_never_opened_do_nothing() -> None:
-    link = HostLink(0)
-    link.close()
-    link.close()
-    link = HostLink(0)
-    link.open(None, {}, Ear())
-    link.close()
-    link.close()
 
 
 def fragments(link: HostLink, ring: SharedMemory) -> list[tuple[bytes, list[int]]]:
@@ -227,24 +194,6 @@ def test_a_process_of_another_user_is_shown_out_though_it_knows_the_token(
     assert ear.events.empty()
 
 
-@needs_another_user
-def test_another_user_who_knows_the_token_is_shown_out(ring: SharedMemory) -> None:
-    link, ear = HostLink(0), Ear()
-    link.open(None, {}, ear)
-
-    def knock_and_speak() -> bytes:
-        with knock(link) as stranger:
-            socket.send_fds(stranger, [hello(link)], [ring.fd])
-            stranger.send(struct.pack("<QQ", 6, 100))
-            return stranger.recv(100)
-
-    answer = as_nobody(knock_and_speak)
-    assert answer == b"" or isinstance(answer, (ConnectionResetError, BrokenPipeError)), answer
-    works(link, ear, ring)
-    link.close()
-    assert ear.events.empty()
-
-
 def no_memory(link: HostLink, stranger: socket.socket, ring: SharedMemory) -> None:
     stranger.send(hello(link))
 
@@ -261,18 +210,16 @@ def no_file(link: HostLink, stranger: socket.socket, ring: SharedMemory) -> None
     socket.send_fds(stranger, [hello(link)], [stranger.fileno()])
 
 
-@pytest.mark.parametrize("say", [no_memory, small_memory, endless_memory, no_file])
-def test_a_rank_of_the_job_whose_memory_cannot_be_used_is_an_error_that_names_it(
-    ring: SharedMemory, say: Callable[[HostLink, socket.socket, SharedMemory], None]
-) -> None:
-    link, ear = HostLink(0), Ear()
-    link.open(None, {}, ear)
-    with knock(link) as stranger:
-        say(link, stranger, ring)
-        what, kind, message = ear.next()
-        assert (what, kind) == ("failed", CommError)
-        assert "rank 9 of this host" in message
-    link.close()
+def test_a_rank_of_the_job_whose_memory_cannot_be_used_is_an_error_that_names_it(ring: SharedMemory) -> None:
+    for say in one_by_one([no_memory, small_memory, endless_memory, no_file]):
+        link, ear = HostLink(0), Ear()
+        link.open(None, {}, ear)
+        with knock(link) as stranger:
+            say(link, stranger, ring)
+            what, kind, message = ear.next()
+            assert (what, kind) == ("failed", CommError)
+            assert "rank 9 of this host" in message
+        link.close()
 
 
 def test_a_rank_that_talks_nonsense_is_heard_to_have_ended(ring: SharedMemory) -> None:

@@ -27,6 +27,7 @@ from tests import ranks
 from tests.engine import hugging_face_folders as hf
 from tests.interop.damage import CUT, EMPTIED, REMOVED, SWAPPED, damages, wrong_in_silence
 from tests.optional import needs
+from tests.running.cases import one_by_one_in
 
 run = partial(ranks.run, 1, warm="transformers", joined=False)
 
@@ -90,23 +91,22 @@ def test_the_same_model_in_two_forms_is_imported_without_a_word(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("change", ["dtype", "name", "middle"])
-def test_a_difference_in_one_tensor_of_many_is_seen(
-    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = hf.model_in(tmp_path / "hf", {})
-    one = {f"{n}.weight": torch.zeros(4096) for n in range(8)}
-    save_file(one, path / "model.safetensors")
-    other = {name: tensor.clone() for name, tensor in one.items()}
-    if change == "dtype":
-        other["7.weight"] = other["7.weight"].half()
-    elif change == "name":
-        other["8.weight"] = torch.zeros(1)
-    else:
-        other["7.weight"][2048] = 1.0
-    torch.save(other, path / "pytorch_model.bin")
-    reknit.open(path).close()
-    assert "pytorch_model.bin: it holds another model" in caplog.text
+def test_a_difference_in_one_tensor_of_many_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for change, folder in one_by_one_in(tmp_path, ["dtype", "name", "middle"]):
+        path = hf.model_in(folder / "hf", {})
+        one = {f"{n}.weight": torch.zeros(4096) for n in range(8)}
+        save_file(one, path / "model.safetensors")
+        other = {name: tensor.clone() for name, tensor in one.items()}
+        if change == "dtype":
+            other["7.weight"] = other["7.weight"].half()
+        elif change == "name":
+            other["8.weight"] = torch.zeros(1)
+        else:
+            other["7.weight"][2048] = 1.0
+        torch.save(other, path / "pytorch_model.bin")
+        caplog.clear()
+        reknit.open(path).close()
+        assert "pytorch_model.bin: it holds another model" in caplog.text
 
 
 def test_files_without_which_a_model_is_whole_do_not_close_its_folder(tmp_path: Path) -> None:
@@ -206,48 +206,51 @@ def test_an_adapter_is_read_alone_and_beside_its_model_as_transformers_reads_it(
     assert "model.safetensors: the folder is an adapter of PEFT" in caplog.text
 
 
-@pytest.mark.parametrize("lost", [(), (2,), (2, 3)])
 def test_ranks_without_a_file_are_named_since_nothing_says_whether_they_had_tensors(
-    lost: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    names = {number: f"shard-{number:05d}-model-00001-of-00001.safetensors" for number in range(1, 5)}
-    for number in {*names} - {*lost}:
-        places = {f"w{number}": {"saved_offsets": [0]}}
-        metadata = {"DCP_SHARDING_INFO": json.dumps(places)}
-        save_file({f"w{number}": torch.ones(2)}, tmp_path / names[number], metadata)
-    with reknit.open(tmp_path) as checkpoint:
-        assert list(checkpoint.tensors["model"]) == [f"w{number}" for number in names if number not in lost]
-    for number, name in names.items():
-        assert (f"{name}: it is not there" in caplog.text) == (number in lost)
+    for lost, folder in one_by_one_in(tmp_path, [(), (2,), (2, 3)]):
+        (folder / "config.json").write_text("{}")
+        names = {number: f"shard-{number:05d}-model-00001-of-00001.safetensors" for number in range(1, 5)}
+        for number in {*names} - {*lost}:
+            places = {f"w{number}": {"saved_offsets": [0]}}
+            metadata = {"DCP_SHARDING_INFO": json.dumps(places)}
+            save_file({f"w{number}": torch.ones(2)}, folder / names[number], metadata)
+        caplog.clear()
+        with reknit.open(folder) as checkpoint:
+            assert list(checkpoint.tensors["model"]) == [
+                f"w{number}" for number in names if number not in lost
+            ]
+        for number, name in names.items():
+            assert (f"{name}: it is not there" in caplog.text) == (number in lost)
 
 
 class Rates:
     """An object of a package that reknit does not import."""
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "cut archive", "an object"])
-def test_an_adapter_that_cannot_be_read_closes_no_model(damage: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    path = tmp_path / f"adapter_model.{'bin' if 'a' in damage else 'safetensors'}"
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    if path.suffix == ".bin":
-        torch.save(Rates() if damage == "an object" else {"w": torch.ones(2)}, path)
-    else:
-        save_file({"w": torch.ones(2)}, path)
-    data = path.read_bytes()
-    path.write_bytes(data[: 0 if damage == "empty" else len(data) if damage == "an object" else -40])
-    target = {"w": torch.zeros(2)}
-    reknit.load(tmp_path, {"model": target})
-    assert target["w"].tolist() == [1, 1]
-    target, adapter = {"w": torch.zeros(2)}, {"w": torch.zeros(2)}
-    with pytest.raises(MismatchError, match="adapter/w: saved, but it cannot be read"):
-        reknit.load(tmp_path, {"model": target, "adapter": adapter})
-    assert not target["w"].any()
-    problems = reknit.verify(tmp_path).problems
-    assert [problem.partition(":")[0] for problem in problems] == (
-        [] if damage == "an object" else ["adapter cannot be read"]
-    )
+def test_an_adapter_that_cannot_be_read_closes_no_model(tmp_path: Path) -> None:
+    for damage, folder in one_by_one_in(tmp_path, ["cut", "empty", "cut archive", "an object"]):
+        (folder / "config.json").write_text("{}")
+        path = folder / f"adapter_model.{'bin' if 'a' in damage else 'safetensors'}"
+        save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+        if path.suffix == ".bin":
+            torch.save(Rates() if damage == "an object" else {"w": torch.ones(2)}, path)
+        else:
+            save_file({"w": torch.ones(2)}, path)
+        data = path.read_bytes()
+        path.write_bytes(data[: 0 if damage == "empty" else len(data) if damage == "an object" else -40])
+        target = {"w": torch.zeros(2)}
+        reknit.load(folder, {"model": target})
+        assert target["w"].tolist() == [1, 1]
+        target, adapter = {"w": torch.zeros(2)}, {"w": torch.zeros(2)}
+        with pytest.raises(MismatchError, match="adapter/w: saved, but it cannot be read"):
+            reknit.load(folder, {"model": target, "adapter": adapter})
+        assert not target["w"].any()
+        problems = reknit.verify(folder).problems
+        assert [problem.partition(":")[0] for problem in problems] == (
+            [] if damage == "an object" else ["adapter cannot be read"]
+        )
 
 
 def test_tensors_of_a_dtype_that_no_tensor_has_are_named_and_the_others_open(
@@ -300,43 +303,29 @@ def test_no_damage_of_a_file_gives_a_wrong_value_in_silence(tmp_path: Path) -> N
         assert all(name.startswith("config/") for name in lost), damage
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> None:
+    cases: list[tuple[str, str]] = [
         ("a shard is gone", r"model-00002-of-00002\.safetensors', which is not there"),
         ("a name is wrong", r"among them 'c\.weight', which model-00002"),
         ("a tensor is in two", r"two tensors 'model/a\.weight', in model-00001.* and model-00002"),
         ("nothing is named", r"names no file"),
         ("a place outside", r"unsafe path"),
-    ],
-)
-def test_an_index_that_does_not_fit_its_shards_is_refused(change: str, message: str, tmp_path: Path) -> None:
-    path = hf.model_in(tmp_path / "hf", {"model.safetensors.index.json": 1.0})
-    second = path / "model-00002-of-00002.safetensors"
-    home = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": second.name}
-    if change == "a shard is gone":
-        second.unlink()
-    elif change == "a name is wrong":
-        home["c.weight"] = second.name
-    elif change == "a tensor is in two":
-        save_file(hf.tensors(1.0), second)
-    else:
-        home = {} if change == "nothing is named" else {"a.weight": "../x.safetensors"}
-    hf.index(path, "model.safetensors.index.json", home)
-    with pytest.raises(FormatError, match=message):
-        reknit.open(path)
-
-
-def test_what_transformers_does_not_look_at_in_an_index_may_be_wrong(tmp_path: Path) -> None:
-    path = hf.model_in(tmp_path / "hf", {"model.safetensors.index.json": 1.0})
-    name = "model-0000{}-of-00002.safetensors"
-    save_file({"b.weight": hf.tensors(1.0)["b.weight"], "c": torch.ones(2)}, path / name.format(2))
-    home = {"a.weight": name.format(2), "b.weight": name.format(1)}
-    (path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": 7}, "weight_map": home})
-    )
-    with reknit.open(path) as checkpoint:
-        assert hf.equal(checkpoint.read_all(["model"])["model"], hf.tensors(1.0) | {"c": torch.ones(2)})
+    ]
+    for (change, message), folder in one_by_one_in(tmp_path, cases):
+        path = hf.model_in(folder / "hf", {"model.safetensors.index.json": 1.0})
+        second = path / "model-00002-of-00002.safetensors"
+        home = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": second.name}
+        if change == "a shard is gone":
+            second.unlink()
+        elif change == "a name is wrong":
+            home["c.weight"] = second.name
+        elif change == "a tensor is in two":
+            save_file(hf.tensors(1.0), second)
+        else:
+            home = {} if change == "nothing is named" else {"a.weight": "../x.safetensors"}
+        hf.index(path, "model.safetensors.index.json", home)
+        with pytest.raises(FormatError, match=message):
+            reknit.open(path)
 
 
 @needs("transformers", "transformers")
@@ -415,21 +404,6 @@ def test_the_page_says_which_folders_open(tmp_path: Path, caplog: pytest.LogCapt
     assert dict(rows) == found
 
 
-def test_the_size_of_each_shard_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = hf.many_shards(tmp_path)
-    asked: list[str] = []
-    size = LocalStorage.size
-
-    def counted(self: LocalStorage, path: str) -> int:
-        asked.append(path)
-        return size(self, path)
-
-    monkeypatch.setattr(LocalStorage, "size", counted)
-    with reknit.open(tmp_path) as checkpoint:
-        assert set(checkpoint.tensors["model"]) == set(names)
-    assert [asked.count(name) for name in names] == [1] * len(names)
-
-
 def test_the_headers_of_many_shards_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = hf.many_shards(tmp_path)
     meeting, read_into = Barrier(2), LocalStorage.read_into
@@ -443,31 +417,27 @@ def test_the_headers_of_many_shards_are_read_at_once(tmp_path: Path, monkeypatch
     assert {name for _, name in read_folder(LocalStorage(tmp_path)).tensors} == set(names)
 
 
-@pytest.mark.parametrize(
-    ("numel", "changed", "most"),
-    [
+def test_two_models_of_many_tensors_are_compared_with_few_requests(tmp_path: Path) -> None:
+    cases: list[tuple[int, int | None, int]] = [
         (8, None, 5 + 2 + 5),  # the five headers, the first tensors, then each file at once
         (8, 38, 5 + 2 + 5),
         (20_000, None, 5 + 2 + 2 * 64),
         (20_000, 0, 5 + 2),  # models of two trainings differ in the first tensor
-    ],
-)
-def test_two_models_of_many_tensors_are_compared_with_few_requests(
-    numel: int, changed: int | None, most: int, tmp_path: Path
-) -> None:
-    names = [f"{number:03}.weight" for number in range(201)]
-    model = {name: torch.zeros(numel) for name in names}
-    save_file(model, tmp_path / "model.safetensors")
-    if changed is not None:
-        model[names[changed]] = torch.ones(numel)
-    files = {name: f"model-{number % 4}.safetensors" for number, name in enumerate(names)}
-    for file in set(files.values()):
-        save_file({name: model[name] for name in names if files[name] == file}, tmp_path / file)
-    hf.index(tmp_path, "model.safetensors.index.json", files)
-    storage = MeteredStorage(LocalStorage(tmp_path))
-    found = read_folder(storage)
-    assert bool(found.rivals) == (changed is not None)
-    assert storage.meter.figures["read"].count <= most
+    ]
+    for (numel, changed, most), folder in one_by_one_in(tmp_path, cases):
+        names = [f"{number:03}.weight" for number in range(201)]
+        model = {name: torch.zeros(numel) for name in names}
+        save_file(model, folder / "model.safetensors")
+        if changed is not None:
+            model[names[changed]] = torch.ones(numel)
+        files = {name: f"model-{number % 4}.safetensors" for number, name in enumerate(names)}
+        for file in set(files.values()):
+            save_file({name: model[name] for name in names if files[name] == file}, folder / file)
+        hf.index(folder, "model.safetensors.index.json", files)
+        storage = MeteredStorage(LocalStorage(folder))
+        found = read_folder(storage)
+        assert bool(found.rivals) == (changed is not None)
+        assert storage.meter.figures["read"].count <= most
 
 
 def test_the_parts_of_a_distributed_save_are_compared_with_the_same_parts_of_another_file(
@@ -481,10 +451,3 @@ def test_the_parts_of_a_distributed_save_are_compared_with_the_same_parts_of_ano
     for different in (False, True):
         torch.save({"w": whole + different}, tmp_path / "pytorch_model.bin")
         assert bool(read_folder(LocalStorage(tmp_path)).rivals) == different
-
-
-def test_an_index_that_names_an_index_is_refused(tmp_path: Path) -> None:
-    name = "model.safetensors.index.json"
-    hf.index(tmp_path, name, {"w": name})
-    with pytest.raises(FormatError):
-        read_folder(LocalStorage(tmp_path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -130,35 +129,6 @@ def test_a_rank_that_knows_fewer_items_finds_its_tensors() -> None:
     assert found.nbytes.tolist() == [1, 1, 1]
 
 
-def test_what_several_requests_name_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = spread(64, 4)
-    encoded: defaultdict[int, int] = defaultdict(int)
-    plain = index_part.encode_block
-
-    def counting(index: Index, files: Any, first: Any, tensors: NDArray[np.int64]) -> bytes:
-        for number in tensors.tolist():
-            encoded[number] += 1
-        return plain(index, files, first, tensors)
-
-    monkeypatch.setattr(index_part, "encode_block", counting)
-    rng = np.random.default_rng(5)
-    requests = [np.flatnonzero(rng.random(128) < 0.3) for _ in range(9)]
-    parts = blocks_for(index, numbers_of_files(index), [*requests, requests[0]])
-    assert set(encoded) == set(np.concatenate(requests).tolist())
-    assert set(encoded.values()) == {1}
-    assert [id(block) for block in parts[0]] == [id(block) for block in parts[9]]
-
-
-def test_tensors_that_the_same_ranks_take_travel_together() -> None:
-    index = spread(64, 4)
-    stages = [np.arange(k * 16, (k + 1) * 16) for k in range(8)]
-    everything = np.arange(128)
-    parts = blocks_for(index, numbers_of_files(index), [*stages, everything])
-    assert [len(part) for part in parts] == [1] * 8 + [8]
-    alone = blocks_for(index, numbers_of_files(index), [everything])
-    assert len(alone[0]) == 2, "one for each item"
-
-
 def test_many_different_requests_make_no_more_blocks_than_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,23 +140,6 @@ def test_many_different_requests_make_no_more_blocks_than_there_is_time_for(
     for number, blocks in enumerate(parts):
         found = received(index, index.tensors, blocks, reach_of(index, [(number, Box((0,), (3,)))]))
         assert lines(found) == [line for line in lines(index) if line[0] == index.tensors[number][:2]]
-
-
-def test_rows_beyond_the_size_of_a_block_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_part, "BLOCK_ROWS", 10)
-    index = spread(8, 7)
-    ((blocks),) = blocks_for(index, numbers_of_files(index), [np.arange(16)])
-    assert 8 <= len(blocks) <= 16
-    assert same_index(received(index, index.tensors, blocks, everywhere(index)), index)
-
-
-def test_numbers_of_any_size_come_back() -> None:
-    spec = TensorSpec((1 << 61,), "int8")
-    far = Box((1 << 60,), (1 << 60,))
-    near = Box((0,), (1 << 60,))
-    index = index_of([("m", "a", spec, near, "f", 1 << 61), ("m", "a", spec, far, "g", 8)])
-    ((blocks),) = blocks_for(index, numbers_of_files(index), [np.array([0])])
-    assert same_index(received(index, index.tensors, blocks, everywhere(index)), index)
 
 
 def test_a_tied_tensor_is_looked_at_where_the_other_is_wanted() -> None:

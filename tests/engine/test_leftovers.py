@@ -23,6 +23,7 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.local.sweep import SweptFolder
 from reknit.storage.registry import open_storage
 from reknit.storage.wrappers.forwarding import ForwardingStorage
+from tests.running.cases import one_by_one, one_by_one_in
 from tests.running.examples import examples
 from tests.storage.process_memory import ProcessMemory
 
@@ -104,12 +105,12 @@ def owner(path: str, known: set[str]) -> str:
     return above if here.rpartition("/")[2] in ITEMS else here
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_temporary_files_belong_to_the_same_folder_in_whatever_order_they_are_listed(order: int) -> None:
-    old = Dated("temporary", "model/.0123-3-0.tmp", 1, OLD)
-    young = Dated("temporary", ".4567.tmp", 1, YOUNG)
-    held = leftovers(ProcessMemory("nothing"), [old, young][::order], LIMIT)
-    assert [(each.folder, each.kept is None) for each in held] == [("", False), ("model", True)]
+def test_temporary_files_belong_to_the_same_folder_in_whatever_order_they_are_listed() -> None:
+    for order in one_by_one([1, -1]):
+        old = Dated("temporary", "model/.0123-3-0.tmp", 1, OLD)
+        young = Dated("temporary", ".4567.tmp", 1, YOUNG)
+        held = leftovers(ProcessMemory("nothing"), [old, young][::order], LIMIT)
+        assert [(each.folder, each.kept is None) for each in held] == [("", False), ("model", True)]
 
 
 @settings(max_examples=examples(60))
@@ -147,27 +148,19 @@ def test_all_that_is_dead_goes_and_nothing_else(
     assert all(each.kept for each in found(root))
 
 
-def test_a_checkpoint_alone_is_not_even_opened(committed: Path, tmp_path: Path) -> None:
-    copied(committed, tmp_path / "a")
-    (tmp_path / "a/manifest.json").chmod(0o644)
-    touch(tmp_path / "a/manifest.json", OLD, b"damaged")
-    assert found(tmp_path) == []
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"format_version": 99}'])
-def test_where_the_manifest_cannot_be_read_everything_stays(
-    content: bytes, committed: Path, tmp_path: Path
-) -> None:
-    folder = copied(committed, tmp_path / "a")
-    (folder / "manifest.json").chmod(0o644)
-    touch(folder / "manifest.json", OLD, content)
-    touch(folder / THINGS["data"], OLD)
-    touch(folder / THINGS["marker"], OLD)
-    before = files(tmp_path)
-    assert {each.write_id8 for each in found(tmp_path)} >= {DEAD[:8]}
-    assert all("manifest there cannot be read" in (each.kept or "") for each in found(tmp_path))
-    clear(tmp_path)
-    assert files(tmp_path) == before
+def test_where_the_manifest_cannot_be_read_everything_stays(committed: Path, tmp_path: Path) -> None:
+    cases: list[bytes] = [b"", b"{}", b'{"format_version": 99}']
+    for content, folder in one_by_one_in(tmp_path, cases):
+        folder = copied(committed, folder / "a")
+        (folder / "manifest.json").chmod(0o644)
+        touch(folder / "manifest.json", OLD, content)
+        touch(folder / THINGS["data"], OLD)
+        touch(folder / THINGS["marker"], OLD)
+        before = files(folder)
+        assert {each.write_id8 for each in found(folder)} >= {DEAD[:8]}
+        assert all("manifest there cannot be read" in (each.kept or "") for each in found(folder))
+        clear(folder)
+        assert files(folder) == before
 
 
 def test_files_that_a_manifest_names_stay_whatever_their_write_id(committed: Path, tmp_path: Path) -> None:
@@ -205,24 +198,6 @@ def test_a_save_that_commits_after_the_look_keeps_its_files(committed: Path, tmp
     assert not remove(LocalStorage(tmp_path), SweptFolder(str(tmp_path)), left, open_storage)
     assert (folder / THINGS["data"]).exists()
     assert (folder / THINGS["index"]).exists()
-
-
-def test_a_save_that_puts_its_marker_up_again_keeps_its_files(committed: Path, tmp_path: Path) -> None:
-    """A save does so after a commit without an answer, with its present generation."""
-    storage, folder = dead_save(tmp_path, committed)
-    (left,) = found(tmp_path)
-    storage.put(paths.marker_path(99, DEAD), b"", if_absent=True)
-    assert not remove(LocalStorage(tmp_path), SweptFolder(str(tmp_path)), left, open_storage)
-    assert (folder / THINGS["data"]).exists()
-
-
-def test_a_save_whose_files_went_cannot_commit(committed: Path, tmp_path: Path) -> None:
-    storage, folder = dead_save(tmp_path, committed)
-    assert clear(tmp_path) == [True]
-    with pytest.raises(StorageNotFoundError):
-        storage.commit("manifest.json", manifest_of(folder, DEAD), pending=THINGS["marker"], if_absent=False)
-    assert files(folder) == files(committed)
-    assert reknit.verify(folder, "data").ok
 
 
 class Waking(ForwardingStorage):
@@ -264,17 +239,17 @@ class Waking(ForwardingStorage):
         return super().list(prefix)
 
 
-@pytest.mark.parametrize("before", range(1, 8))
-def test_a_save_may_wake_up_at_any_moment(before: int, committed: Path, tmp_path: Path) -> None:
+def test_a_save_may_wake_up_at_any_moment(committed: Path, tmp_path: Path) -> None:
     """It commits with all its files, or not at all."""
-    _, folder = dead_save(tmp_path, committed)
-    (left,) = found(tmp_path)
-    storage = Waking(LocalStorage(tmp_path), folder, before)
-    removed = remove(storage, SweptFolder(str(tmp_path)), left, open_storage)
-    assert removed is not storage.woke
-    present = {THINGS["data"], THINGS["index"]} & files(folder)
-    assert len(present) == (2 if storage.woke else 0)
-    assert storage.woke == (before == 1)
+    for before, folder in one_by_one_in(tmp_path, range(1, 8)):
+        _, folder = dead_save(folder, committed)
+        (left,) = found(folder)
+        storage = Waking(LocalStorage(folder), folder, before)
+        removed = remove(storage, SweptFolder(str(folder)), left, open_storage)
+        assert removed is not storage.woke
+        present = {THINGS["data"], THINGS["index"]} & files(folder)
+        assert len(present) == (2 if storage.woke else 0)
+        assert storage.woke == (before == 1)
 
 
 def test_an_upload_of_a_committed_save_is_left_over_and_its_files_are_not(
@@ -308,24 +283,13 @@ def test_links_are_not_followed(committed: Path, tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / THINGS["data"]).exists()
 
 
-@pytest.mark.parametrize("target", ["aside.json", "nothing"])
-def test_files_beside_a_manifest_that_is_a_link_stay(committed: Path, tmp_path: Path, target: str) -> None:
-    folder = copied(committed, tmp_path / "a")
-    (folder / "manifest.json").rename(tmp_path / "aside.json")
-    (folder / "manifest.json").symlink_to(tmp_path / target)
-    touch(folder / THINGS["marker"], OLD)
-    for path in folder.rglob("*"):
-        os.utime(path, (OLD, OLD), follow_symlinks=False)
-    clear(tmp_path)
-    assert files(folder) >= files(committed) - {"manifest.json"}
-
-
-def test_files_with_the_write_id_of_a_checkpoint_stay_also_when_it_does_not_name_them(
-    committed: Path, tmp_path: Path
-) -> None:
-    folder = copied(committed, tmp_path / "a")
-    write_id = decode_manifest((folder / "manifest.json").read_bytes()).write_id
-    touch(folder / paths.data_path("model", 7, write_id), OLD)
-    touch(folder / THINGS["data"], OLD)
-    assert clear(tmp_path) == [True]
-    assert files(folder) == files(committed) | {paths.data_path("model", 7, write_id)}
+def test_files_beside_a_manifest_that_is_a_link_stay(committed: Path, tmp_path: Path) -> None:
+    for target, folder in one_by_one_in(tmp_path, ["aside.json", "nothing"]):
+        folder = copied(committed, folder / "a")
+        (folder / "manifest.json").rename(folder / "aside.json")
+        (folder / "manifest.json").symlink_to(folder / target)
+        touch(folder / THINGS["marker"], OLD)
+        for path in folder.rglob("*"):
+            os.utime(path, (OLD, OLD), follow_symlinks=False)
+        clear(folder)
+        assert files(folder) >= files(committed) - {"manifest.json"}

@@ -59,12 +59,6 @@ def test_a_line_holds_exactly_the_steps_that_the_newest_came_from(acts: list[tup
     assert found == run.ancestry(len(run.saves) - 1) & there.keys()
 
 
-def test_without_branches_all_steps_are_on_the_line() -> None:
-    assert Line().holds(None, 5)
-    assert Line().holds(7, None)
-    assert Line().begun([]).branches == ()
-
-
 def test_a_step_that_was_given_up_is_on_the_line_again_when_a_run_continues_from_it() -> None:
     line = Line().after(Branch(5, 1, 10)).after(Branch(9, 1, 30))
     assert line.holds(1, 30)

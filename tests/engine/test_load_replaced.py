@@ -6,27 +6,18 @@ A load of a checkpoint that is deleted meanwhile returns all of it, or raises th
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
-from reknit.comm.group import SoloGroup
-from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
 from reknit.engine.stored.delete import delete
 from reknit.engine.stored.places import changed
 from reknit.errors import CheckpointNotFoundError, CorruptError, ReknitError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
-from reknit.monitor.phase import Recorder
-from reknit.options import LoadOptions
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.world import run_ranks
-from reknit.types.box import Box
-from reknit.types.shard import Shard
-from reknit.types.wanted import Wanted
-from tests.engine.runs import SPEC, pausing, save_as, whole
+from tests.engine.runs import loaded, pausing, save_as
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -34,37 +25,6 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 RANKS = 3
-
-
-def loaded(storage: Storage, group: Group | None = None) -> int:
-    """Load a rank's part of the rows, check that all of it has one value, and return that."""
-    group = group or SoloGroup()
-    rows = SPEC.shape[0] // group.size
-    target = np.zeros((rows, SPEC.shape[1]))
-    epoch: list[Any] = []
-
-    def want(catalog: Any) -> Wanted:
-        epoch[:] = [catalog.blobs["extra"]["epoch"]]
-        box = Box((group.rank * rows, 0), target.shape)
-        return Wanted(("model", "extra"), (Shard("model", "w", SPEC, box, None, target),))
-
-    options = LoadOptions(threads=1, timeout_s=60)
-    recorder = Recorder("load", group.rank)
-    report = load(
-        LoadJob(
-            want=want,
-            group=group,
-            storage=storage,
-            items=("model", "extra"),
-            options=options,
-            recorder=recorder,
-            lenient=("*",),
-        )
-    )
-    assert report.step is not None
-    assert epoch == [report.step]
-    assert (target == whole(report.step)[group.rank * rows :][:rows]).all()
-    return report.step
 
 
 def test_one_process_loads_the_old_or_the_new_whatever_it_was_doing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +12,17 @@ import pytest
 import reknit
 from reknit.comm import group as comm
 from reknit.engine.record import marker
-from reknit.engine.record.at_path import is_committed
 from reknit.engine.record.commit import put_manifest
 from reknit.engine.record.marker import Marker, begun_in, fenced_off, is_last, put_marker, take_marker
 from reknit.engine.stored import pending
 from reknit.engine.stored.pending import fence_off
-from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError, from_wire
+from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
 from reknit.storage.registry import open_storage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.engine.runs import Annals, pausing, save_as, strays, value_in
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,15 +67,14 @@ def test_what_a_newer_run_has_committed_keeps_an_older_one_out() -> None:
     assert (value_in(place), strays(place)) == (3, set())
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"not JSON", b"{}", b'{"format":"reknit","digest":"0000000000000000"}']
-)
-def test_a_manifest_that_is_damaged_keeps_nobody_from_replacing_it(damage: bytes) -> None:
-    place = Annals("damaged")
-    assert save_as(place, 1, 5) is None
-    place.put(MANIFEST_PATH, damage, if_absent=False)
-    assert save_as(place, 2, 1) is None
-    assert value_in(place) == 2
+def test_a_manifest_that_is_damaged_keeps_nobody_from_replacing_it() -> None:
+    cases: list[bytes] = [b"", b"not JSON", b"{}", b'{"format":"reknit","digest":"0000000000000000"}']
+    for damage in one_by_one(cases):
+        place = Annals("damaged")
+        assert save_as(place, 1, 5) is None
+        place.put(MANIFEST_PATH, damage, if_absent=False)
+        assert save_as(place, 2, 1) is None
+        assert value_in(place) == 2
 
 
 def test_a_save_that_may_not_overwrite_touches_nothing_where_a_checkpoint_is() -> None:
@@ -102,22 +102,6 @@ def test_a_save_that_fails_at_any_operation_leaves_no_marker() -> None:
         error, fired = save_as(store, 1, 1), store.fired
         assert strays(place) == set()
         assert (value_in(place) == 1) == (error is None)
-
-
-def test_the_error_of_a_fenced_run_travels_as_what_it_is() -> None:
-    error = from_wire(FencedError("a newer run", rank=0, phase="commit", remedy="end").to_wire())
-    assert type(error) is FencedError
-    assert isinstance(error, CommitError)
-    assert (error.rank, error.phase, error.remedy) == (0, "commit", "end")
-
-
-def test_both_of_two_saves_that_take_each_others_marker_away_are_fenced() -> None:
-    place, other = Annals("both"), Marker(2, "1" * 32)
-    place.put(other.path, b"", if_absent=True)  # the other save lists the markers only after the next line
-    mine = put_marker(place, Marker(2, WRITE_ID))
-    assert strays(place) == {mine.path}
-    place.delete(mine.path)
-    assert type(fenced_off(place, mine)) is FencedError
 
 
 def test_a_save_whose_marker_another_has_removed_that_lost_its_own_puts_it_again() -> None:
@@ -151,8 +135,7 @@ def test_a_marker_that_a_beginning_save_puts_again_is_fenced_again(monkeypatch: 
     assert [each.path for each in begun_in(folder)] == [Marker(4, "1" * 32).path], "it has begun since"
 
 
-@pytest.mark.parametrize("rival", ["goes on", "has committed"])
-def test_a_save_whose_marker_is_gone_when_it_begins_leaves_the_path_to_the_other(rival: str) -> None:
+def save_whose_marker_is_gone_at_its_beginning(rival: str) -> None:
     place, mine, other = Annals("rival"), Marker(2, WRITE_ID), Marker(2, "1" * 32)
     assert save_as(place, 1, 2) is None
     place.put(other.path, b"", if_absent=True)
@@ -170,12 +153,12 @@ def test_a_save_whose_marker_is_gone_when_it_begins_leaves_the_path_to_the_other
     assert strays(place) == ({other.path} if rival == "goes on" else set())
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("operation", ["create", "commit"])
-@pytest.mark.parametrize("by", ["nobody", "marker", "manifest"])
-def test_whose_marker_is_gone_is_told_of_another_save_only_where_there_is_one(
-    by: str, operation: str, overwrite: bool
-) -> None:
+def test_a_save_whose_marker_is_gone_when_it_begins_leaves_the_path_to_the_other() -> None:
+    for rival in one_by_one(["goes on", "has committed"]):
+        save_whose_marker_is_gone_at_its_beginning(rival)
+
+
+def save_whose_marker_is_removed(by: str, operation: str, overwrite: bool) -> None:
     place = Annals("removed")
     if overwrite:
         assert save_as(place, 1, 1) is None
@@ -197,12 +180,11 @@ def test_whose_marker_is_gone_is_told_of_another_save_only_where_there_is_one(
     assert [commit.value for commit in place.commits[overwrite:]] == ([3] if by == "manifest" else [])
 
 
-def test_a_marker_is_no_checkpoint_and_no_part_of_one() -> None:
-    place = Annals("reader")
-    assert save_as(place, 1, 1) is None
-    put_marker(place, Marker(2, WRITE_ID))
-    assert value_in(place) == 1
-    assert is_committed(place, WRITE_ID) is False
+def test_whose_marker_is_gone_is_told_of_another_save_only_where_there_is_one() -> None:
+    for by, operation, overwrite in one_by_one(
+        product(["nobody", "marker", "manifest"], ["create", "commit"], [False, True])
+    ):
+        save_whose_marker_is_removed(by, operation, overwrite)
 
 
 def test_a_save_is_the_last_while_no_other_has_begun_that_may_commit_and_its_manifest_stays() -> None:
@@ -317,3 +299,12 @@ def test_nobody_is_told_to_delete_a_manifest() -> None:
     assert "delete" not in str(error)
     assert "CommOptions(generation=6)" in str(error.remedy)
     assert save_as(place, 2, 6) is None
+
+
+def test_both_of_two_saves_that_take_each_others_marker_away_are_fenced() -> None:
+    place, other = Annals("both"), Marker(2, "1" * 32)
+    place.put(other.path, b"", if_absent=True)  # the other save lists the markers only after the next line
+    mine = put_marker(place, Marker(2, WRITE_ID))
+    assert strays(place) == {mine.path}
+    place.delete(mine.path)
+    assert type(fenced_off(place, mine)) is FencedError

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reknit.comm.group import Group
-    from reknit.storage.base import Storage
 
 
 ALONE = LoadOptions(threads=1)
@@ -61,10 +60,10 @@ def files(path: Path) -> list[str]:
     return sorted(file.relative_to(path).parts[0] for file in path.rglob("*") if file.is_file())
 
 
-@pytest.fixture(params=["few files", "many files"])
-def hot(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    if request.param == "many files":  # then the index lists them
-        monkeypatch.setattr(manifest_content, "MAX_LISTED_FILES", -1)
+@pytest.fixture
+def hot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkpoint whose index lists its files, as if they were many."""
+    monkeypatch.setattr(manifest_content, "MAX_LISTED_FILES", -1)
     path = tmp_path / "hot" / "step_00000003"
     reknit.save(path, state(3.0), step=3, metadata={"metrics": {"loss": 0.5}})
     return path
@@ -121,29 +120,6 @@ def test_a_checkpoint_goes_with_what_has_moved(hot: Path, cold: Path) -> None:
     assert reknit.delete(hot) == freed > 40_000
     assert not hot.exists()
     assert not cold.exists()
-
-
-def test_what_somebody_has_pinned_at_the_cold_place_stays_there(hot: Path, cold: Path) -> None:
-    reknit.cool(hot, cold)
-    reknit.pin(cold, "mine")
-    reknit.delete(hot)
-    assert value(cold) == 3.0
-
-
-def test_nothing_is_removed_where_the_cold_place_cannot_be_reached(
-    hot: Path, cold: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reknit.cool(hot, cold)
-
-    def closed(url: str, **_: Any) -> Storage:
-        if url == str(cold):
-            raise StorageError("out of reach", path=url)
-        return open_storage(url)
-
-    monkeypatch.setattr("reknit.stored.open_storage", closed)
-    with pytest.raises(StorageError, match="out of reach"):
-        reknit.delete(hot)
-    assert (hot / "manifest.json").exists()
 
 
 def test_what_is_missing_is_named_where_it_has_moved_to(hot: Path, cold: Path) -> None:
@@ -213,33 +189,6 @@ def test_a_copied_folder_does_not_take_the_cold_files_from_the_first(
     assert value(hot) == 3.0
     reknit.delete(hot)
     assert not cold.exists()
-
-
-def test_a_folder_of_another_name_takes_the_cold_files_along(hot: Path, cold: Path) -> None:
-    reknit.cool(hot, cold)
-    link = hot.parent.with_name("link")
-    link.symlink_to(hot.parent.rename(hot.parent.with_name("renamed")))
-    assert value(link / hot.name) == 3.0
-    reknit.delete(link / hot.name)
-    assert not cold.exists()
-
-
-def test_who_takes_the_pin_away_keeps_the_copy(hot: Path, cold: Path) -> None:
-    reknit.cool(hot, cold)
-    reknit.promote(cold, hot, overwrite=True)
-    reknit.unpin(cold)
-    reknit.delete(hot)
-    assert not hot.exists()
-    assert value(cold) == 3.0
-
-
-def test_another_checkpoint_at_the_cold_place_stays(hot: Path, cold: Path) -> None:
-    reknit.save(cold, state(5.0))
-    with pytest.raises(CheckpointExistsError):
-        reknit.cool(hot, cold)
-    reknit.delete(hot)
-    assert value(cold) == 5.0
-    reknit.delete(cold)
 
 
 def test_a_damaged_copy_does_not_take_the_place_of_what_is_whole(hot: Path, cold: Path) -> None:

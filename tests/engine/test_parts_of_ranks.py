@@ -18,6 +18,7 @@ import torch
 import reknit
 from reknit.cli.main import main
 from reknit.engine.record.foreign_files import HEAD_NBYTES, kind_of
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,9 +88,9 @@ def test_a_part_is_named_with_the_way_to_load_it_by_every_call(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("at", ["", "session", "session/0"])
-@pytest.mark.parametrize("ranks", [1, 12])
-@pytest.mark.parametrize("iterations", [(5,), (5, 10)])
+@pytest.mark.parametrize(
+    ("at", "ranks", "iterations"), [("", 1, (5,)), ("session", 12, (5, 10)), ("session/0", 12, (5,))]
+)
 def test_a_run_does_not_begin_at_0_beside_parts(
     basic: type[Any],
     tmp_path: Path,
@@ -135,17 +136,14 @@ def test_files_of_other_programs_in_folders_of_folders_stay_unseen(tmp_path: Pat
         assert run.resume({"a": 1}) == 0
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_a_part_is_recognised_in_each_form_of_a_pickle(basic: type[Any], protocol: int) -> None:
-    assert kind_of_saved(part(basic), pickle_protocol=protocol) == "NVRx"
-
-
-def test_a_part_is_recognised_without_an_archive(basic: type[Any]) -> None:
+def test_a_part_is_recognised_in_each_form_of_a_pickle(basic: type[Any]) -> None:
+    for protocol in one_by_one([2, 3, 4, 5]):
+        assert kind_of_saved(part(basic), pickle_protocol=protocol) == "NVRx"
     assert kind_of_saved(part(basic), _use_new_zipfile_serialization=False) == "NVRx"
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_a_file_that_has_a_part_among_others_is_a_file_of_torch(basic: type[Any], protocol: int) -> None:
-    value = {"w": torch.ones(2), "part": part(basic)}
-    assert kind_of_saved(value, pickle_protocol=protocol) == "torch.save"
-    assert kind_of_saved({"cTensorAwareStateDict\n": 1}) == "torch.save"
+def test_a_file_that_has_a_part_among_others_is_a_file_of_torch(basic: type[Any]) -> None:
+    for protocol in one_by_one([2, 4]):
+        value = {"w": torch.ones(2), "part": part(basic)}
+        assert kind_of_saved(value, pickle_protocol=protocol) == "torch.save"
+        assert kind_of_saved({"cTensorAwareStateDict\n": 1}) == "torch.save"

@@ -70,13 +70,6 @@ def test_the_version_changes_when_a_rank_says_something_again() -> None:
     assert keep(1) != first
 
 
-def test_what_all_ranks_said_at_once_is_one_object_without_a_copy() -> None:
-    known, ranks, plans = PlanCache(SLOTS), np.arange(3), np.full((3, 2), 5)
-    reported = merged([columns_of(rank, {}, {"value": ([rank], "")}) for rank in range(3)])
-    known.keep(plans, reported)
-    assert known.latest(ranks, known.find(ranks, plans)) is reported
-
-
 def test_plans_are_kept_while_another_thread_forgets_all_of_them() -> None:
     kept: dict[bytes, int] = {}
     over = threading.Event()

@@ -11,6 +11,7 @@ import torch
 
 import reknit
 from reknit.engine.loading.prefixes import prefix_hint
+from tests.running.cases import one_by_one_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,13 +51,13 @@ def fixed(path: Path, saved: dict[str, Names], target: dict[str, Names]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "_orig_mod.module."])
-def test_a_prefix_of_either_side_is_said_with_the_transform_that_works(tmp_path: Path, prefix: str) -> None:
-    wrapped, plain = {"model": put(prefix, net())}, {"model": net()}
-    reported = fixed(tmp_path / "a", wrapped, zeros(plain))
-    assert f"-> all names differ by the prefix {prefix!r} in the checkpoint: pass options=" in reported
-    reported = fixed(tmp_path / "b", plain, zeros(wrapped))
-    assert f"-> all names differ by the prefix {prefix!r} in the target: pass options=" in reported
+def test_a_prefix_of_either_side_is_said_with_the_transform_that_works(tmp_path: Path) -> None:
+    for prefix, folder in one_by_one_in(tmp_path, ["module.", "_orig_mod.", "model.", "_orig_mod.module."]):
+        wrapped, plain = {"model": put(prefix, net())}, {"model": net()}
+        reported = fixed(folder / "a", wrapped, zeros(plain))
+        assert f"-> all names differ by the prefix {prefix!r} in the checkpoint: pass options=" in reported
+        reported = fixed(folder / "b", plain, zeros(wrapped))
+        assert f"-> all names differ by the prefix {prefix!r} in the target: pass options=" in reported
 
 
 def test_a_wrapper_in_the_middle_of_names_is_said(tmp_path: Path) -> None:
@@ -70,8 +71,7 @@ def test_a_wrapper_in_the_middle_of_names_is_said(tmp_path: Path) -> None:
         reknit.load(tmp_path / "b", {"model": inside})
 
 
-@pytest.mark.parametrize("wrapped", ["checkpoint", "target"])
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("wrapped", "trained"), [("checkpoint", False), ("target", True)])
 def test_an_optimizer_is_mended_with_its_model_before_and_after_its_first_step(
     tmp_path: Path, wrapped: str, trained: bool
 ) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 import reknit
 from reknit import calls, ranks
-from reknit.engine.background.agent_state import WarmUp
 from reknit.engine.memory.arena_pool import Arenas
-from reknit.engine.outcome import SaveOutcome
 from reknit.processes.shared_memory import SharedMemory
 from reknit.storage.registry import register
 from reknit.testing.world import run_ranks
@@ -27,6 +23,7 @@ from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from reknit.comm.group import Group
     from reknit.engine.background.background import Background
@@ -167,17 +164,6 @@ def test_as_much_memory_is_made_as_the_budget_allows(made: list[int], nbytes: in
     assert made == sizes
 
 
-def test_the_memory_is_there_before_the_save_writes_to_it() -> None:
-    nbytes = 8 * MIB
-    reknit.prepare("process://prepared", {"model": {"w": np.zeros(nbytes, np.uint8)}})
-    arenas = background_of().arenas
-    assert arenas is not None
-    lease = arenas.acquire(nbytes, 0.0)
-    assert lease is not None
-    assert lease.number == 1, "the one that was made"
-    assert os.fstat(lease.arena.fd).st_blocks * 512 >= nbytes
-
-
 def test_a_state_that_has_another_layout_at_the_save_is_planned_anew_in_larger_memory(
     made: list[int],
 ) -> None:
@@ -198,61 +184,6 @@ def test_a_state_that_has_another_layout_at_the_save_is_planned_anew_in_larger_m
     assert reknit.verify("process://prepared/small", "data").ok
 
 
-def test_an_optimizer_before_its_first_step_gets_its_plan_with_the_first_save() -> None:
-    model = torch.nn.Linear(30, 30)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = {"model": model, "optimizer": optimizer}
-    reknit.prepare("process://prepared", state)
-    assert not optimizer.state
-    agents = crew_of()
-    model(torch.ones(1, 30)).sum().backward()
-    optimizer.step()
-    saves = [reknit.save(f"process://prepared/{k}", state, wait=False) for k in range(2)]
-    assert [phases(save).count("plan") for save in saves] == [2, 1]
-    assert crew_of() is agents
-
-
-def test_twice_is_as_good_as_once_before_and_after_saves(made: list[int]) -> None:
-    def rank(group: Group) -> None:
-        state = state_of(group.rank)
-        for k in range(3):
-            for _ in range(2):
-                reknit.prepare("process://prepared", state, group=group)
-            assert "assign" not in phases(
-                reknit.save(f"process://prepared/{k}", state, wait=False, group=group)
-            )
-
-    run_ranks(2, rank)
-    assert len(made) == 2
-    assert reknit.verify("process://prepared/2", "data").ok
-
-
-def test_while_a_save_is_under_way_what_it_has_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = threading.Event()
-    create = ProcessMemory.create
-
-    def late(self: ProcessMemory, path: str, nbytes: int) -> Any:
-        assert written.wait(LIMIT_S)
-        return create(self, path, nbytes)
-
-    monkeypatch.setattr(ProcessMemory, "create", late)
-    saves = [reknit.save(f"process://prepared/{k}", state_of(0, k), wait=False) for k in range(2)]
-    done = threading.Event()
-
-    def prepare() -> None:
-        reknit.prepare("process://prepared", {"model": {"w": np.ones(MIB)}})
-        done.set()
-
-    threading.Thread(target=prepare).start()
-    wait_until(lambda: background_of().supervisor.count == 3, LIMIT_S)
-    written.set()
-    assert done.wait(LIMIT_S)
-    for k, save in enumerate(saves):
-        save.result(LIMIT_S)
-        with reknit.open(f"process://prepared/{k}") as checkpoint:
-            assert checkpoint.read("model", "own.0").tolist() == [k] * 40_000
-
-
 def test_without_a_state_agents_are_started_and_no_memory_is_taken(made: list[int], tmp_path: Path) -> None:
     def rank(group: Group) -> None:
         reknit.prepare(tmp_path, group=group)
@@ -266,17 +197,6 @@ def test_without_a_state_agents_are_started_and_no_memory_is_taken(made: list[in
     run_ranks(2, rank)
 
 
-def test_options_that_change_the_layout_of_files_change_the_plan_and_others_do_not() -> None:
-    state = {"model": {"a": np.zeros(MIB, np.uint8), "b": np.zeros(MIB, np.uint8)}}
-    reknit.prepare("process://prepared", state)
-    many = reknit.SaveOptions(max_file_nbytes=MIB)
-    other = reknit.SaveOptions(threads=2, check_replicas="all", allow_pickle=True)
-    for options, planned, files in ((other, False, 1), (many, True, 2), (many, False, 2)):
-        save = reknit.save(f"process://prepared/{files}{planned}", state, wait=False, options=options)
-        assert phases(save).count("plan") == 1 + planned
-        assert save.result().num_files == files
-
-
 def _bad_value(group: Group) -> dict[str, Any]:
     return {**state_of(group.rank), "odd": {"value": threading.Lock()}}
 
@@ -285,16 +205,11 @@ def _no_mapping(group: Group) -> Any:
     return [1, 2]
 
 
-def _no_item(group: Group) -> dict[str, Any]:
-    return {"": np.ones(3)}
-
-
 @pytest.mark.parametrize(
     ("broken", "error", "says"),
     [
         (_bad_value, "StateError", "odd/value"),
         (_no_mapping, "UsageError", "state is a mapping of items, not a list"),
-        (_no_item, "UsageError", "item names are non-empty strings"),
     ],
 )
 def test_what_cannot_be_saved_on_one_rank_is_told_on_all_and_the_next_call_is_well(
@@ -333,18 +248,6 @@ def test_an_exception_of_the_users_own_code_is_raised_there_and_described_elsewh
     _, second = run_ranks(2, rank)
     assert type(failure).__name__ in second
     assert "rank 0" in second
-
-
-def test_a_place_that_one_rank_does_not_know_is_told_on_all() -> None:
-    def rank(group: Group) -> tuple[str, str]:
-        path = "nowhere://x" if group.rank == 1 else "/tmp/reknit-not-made"
-        return outcome(lambda: reknit.prepare(path, state_of(group.rank), group=group))
-
-    first, second = run_ranks(2, rank)
-    assert first == second
-    assert first[0] == "UnknownSchemeError"
-    assert "nowhere" in first[1]
-    assert not Path("/tmp/reknit-not-made").exists()
 
 
 @pytest.mark.parametrize("path", ["shut://x", "shut://x/only-by-agents"])
@@ -387,76 +290,6 @@ def test_errors_only_warn_when_the_options_say_so(caplog: pytest.LogCaptureFixtu
     with pytest.raises(reknit.errors.StateError):
         reknit.prepare("process://prepared", {"odd": {"value": threading.Lock()}}, options=options)
     reknit.save("process://prepared/1", state_of(0), wait=False, options=options).result(LIMIT_S)
-
-
-def test_what_fails_after_an_interrupted_wait_is_not_raised_by_the_next_save(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    def late(_: WarmUp) -> bytes:
-        raise reknit.CommError("too late")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(SaveOutcome, "wait", interrupted)
-        patched.setattr(WarmUp, "wait_ready", late)
-        with pytest.raises(KeyboardInterrupt):
-            reknit.prepare("process://prepared", state_of(0))
-        wait_until(lambda: all(save.done() for save in background_of().pending), LIMIT_S)
-    reknit.save("process://prepared/1", state_of(0), wait=False).result(LIMIT_S)
-
-
-def test_a_rank_that_saves_instead_is_told_on_all_and_close_mends_it() -> None:
-    def rank(group: Group) -> tuple[str, str]:
-        state = state_of(group.rank)
-        if group.rank == 0:
-            reported = outcome(lambda: reknit.prepare("process://prepared", state, group=group))
-        else:
-            save = reknit.save("process://prepared/0", state, step=0, wait=False, group=group)
-            reported = outcome(lambda: save.result(LIMIT_S))
-        closed.wait(LIMIT_S)
-        assert reknit.close(LIMIT_S)
-        closed.wait(LIMIT_S)
-        reknit.save("process://prepared/1", state, step=1, wait=False, group=group).result(LIMIT_S)
-        return reported
-
-    closed = threading.Barrier(2)
-    for error, _ in run_ranks(2, rank):
-        assert error == "ProtocolError"
-
-
-def test_agents_that_are_lost_while_it_goes_on_are_replaced(tmp_path: Path) -> None:
-    class KillsItsAgent:
-        def __init__(self, group: Group) -> None:
-            self._group = group
-
-        def state_dict(self) -> dict[str, Any]:
-            pid = crew_of(self._group, elsewhere=True).link.pid
-            assert pid is not None
-            os.kill(pid, 9)
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Load nothing."""
-
-    def rank(group: Group) -> list[str]:
-        state = state_of(group.rank)
-        odd = {**state, "odd": KillsItsAgent(group)} if group.rank == 1 else state
-        reknit.prepare(tmp_path, state, group=group)
-        reported = [outcome(lambda: reknit.prepare(tmp_path, odd, group=group))[0]]
-        for k in range(4):
-            save = reknit.save(tmp_path / str(k), state, step=k, wait=False, group=group)
-            reported.append(outcome(lambda: save.result(LIMIT_S))[0])  # noqa: B023 - called at once
-        return reported
-
-    answers = run_ranks(3, rank)
-    # A rank that detects the loss before its first message to its agent waits for the new agents.
-    lost = {"AgentError", "PeerLostError", "CommError", "GroupClosedError"}
-    prepared = {reported[0] for reported in answers}
-    assert prepared == {""} or prepared <= lost, answers
-    assert all(reported[-2:] == ["", ""] for reported in answers), answers
-    assert reknit.verify(tmp_path / "3", "data").ok
 
 
 @pytest.mark.parametrize("well", [True, False])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
@@ -18,11 +19,12 @@ from reknit.engine.memory.arena import Arena
 from reknit.errors import CorruptError, UsageError
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
-from reknit.planner.load import Granularity, plan_load
+from reknit.planner.load import Granularity
 from reknit.storage.base import Reading
 from reknit.storage.local.store import LocalStorage
 from reknit.types.box import Box
 from tests.engine.saved import chunks_of, fresh, saved, spoil
+from tests.running.cases import one_by_one
 from tests.running.examples import examples
 
 if TYPE_CHECKING:
@@ -107,10 +109,6 @@ def target_of(lengths: tuple[int, ...], dtype: np.dtype[Any], rng: random.Random
     target: NDArray[Any] = inner.transpose(np.argsort(order)) if order else inner
     assert target.shape == lengths
     return target
-
-
-def plan_of(checkpoint: OpenCheckpoint, wanted: Sequence[tuple[int, Box]], cut: Granularity) -> LoadPlan:
-    return plan_load(checkpoint.index, wanted, [file.nbytes for file in checkpoint.manifest.files], cut)
 
 
 def reader_of(
@@ -198,20 +196,6 @@ def test_small_tensors_take_one_buffer_together_and_large_ones_are_read_straight
     assert len(buffers) <= len(reader.plan.read_file) + 2 < 20
 
 
-def test_small_tensors_of_torch_are_filled_without_arrays_on_their_memory() -> None:
-    rng = random.Random(0)
-    arrays = {f"t{k:03}": np.full(8, k, np.float32) for k in range(50)}
-    whole = [Box.whole((8,))] * len(arrays)
-    checkpoint = saved(arrays, [[box] for box in whole], fresh("torch"), 4096, rng)
-    targets = [torch.zeros(8) for _ in arrays]
-    reader_of(checkpoint, list(enumerate(whole)), targets, Granularity(4096, 0, 1 << 20)).run(
-        Recorder("load")
-    )
-    for array, target in zip(arrays.values(), targets, strict=True):
-        assert torch.equal(target, torch.from_numpy(array))
-        assert target.untyped_storage().resizable(), "NumPy has an array on it"
-
-
 @given(cases(), CUTS, st.sampled_from([1, 3, 64]))
 def test_bytes_that_others_have_read_are_delivered_like_those_read_here(
     case: Case, cut: Granularity, margin: int
@@ -254,49 +238,47 @@ def test_what_is_converted_is_what_numpy_converts(case: Case, cut: Granularity) 
         assert equal(target, part(arrays[f"t{t}"], box).astype(kind))
 
 
-@pytest.mark.parametrize("verify", ["touched", "off"])
-def test_torch_tensors_are_filled_whatever_their_strides(verify: str) -> None:
-    rng = random.Random(0)
-    array = np.arange(24 * 18, dtype=np.float32).reshape(24, 18)
-    checkpoint = saved({"w": array}, chunks_of([array], rng), fresh("torch"), BLOCK, rng)
-    cut = Granularity(1, 0, 64, 0.0) if verify == "off" else Granularity(BLOCK, 0, 64)
-    box = Box((2, 3), (20, 12))
-    targets = [
-        torch.zeros(20, 12),
-        torch.zeros(12, 20).t(),
-        torch.zeros(40, 24)[::2, 1::2],
-        torch.zeros(20, 12, dtype=torch.bfloat16),
-        torch.zeros(12, 20, dtype=torch.float64).t(),
-    ]
-    reader_of(checkpoint, [(0, box)] * 5, targets, cut, cast=frozenset({3, 4})).run(Recorder("load"))
-    expected = torch.from_numpy(array[2:22, 3:15].copy())
-    for target in targets:
-        assert torch.equal(target, expected.to(target.dtype))
+def test_torch_tensors_are_filled_whatever_their_strides() -> None:
+    for verify in one_by_one(["touched", "off"]):
+        rng = random.Random(0)
+        array = np.arange(24 * 18, dtype=np.float32).reshape(24, 18)
+        checkpoint = saved({"w": array}, chunks_of([array], rng), fresh("torch"), BLOCK, rng)
+        cut = Granularity(1, 0, 64, 0.0) if verify == "off" else Granularity(BLOCK, 0, 64)
+        box = Box((2, 3), (20, 12))
+        targets = [
+            torch.zeros(20, 12),
+            torch.zeros(12, 20).t(),
+            torch.zeros(40, 24)[::2, 1::2],
+            torch.zeros(20, 12, dtype=torch.bfloat16),
+            torch.zeros(12, 20, dtype=torch.float64).t(),
+        ]
+        reader_of(checkpoint, [(0, box)] * 5, targets, cut, cast=frozenset({3, 4})).run(Recorder("load"))
+        expected = torch.from_numpy(array[2:22, 3:15].copy())
+        for target in targets:
+            assert torch.equal(target, expected.to(target.dtype))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
-@pytest.mark.parametrize("cast", [False, True])
-@pytest.mark.parametrize("cell", [128, 1000, 1 << 20])
-def test_runs_in_several_dimensions_and_many_cells_arrive(
-    order: tuple[int, int, int], cast: bool, cell: int
-) -> None:
-    array = np.arange(13 * 11 * 7, dtype=np.float32).reshape(13, 11, 7)
-    storage = fresh("runs")
-    checkpoint = saved({"w": array}, [[Box.whole(array.shape)]], storage, BLOCK, random.Random(0))
-    box = Box((1, 2, 3), (11, 8, 2))
-    dtype = np.float64 if cast else np.float32
-    target = np.zeros([box.lengths[d] for d in order], dtype).transpose(np.argsort(order))
-    reader = reader_of(
-        checkpoint,
-        [(0, box)],
-        [target],
-        Granularity(1, 0, cell, 0.0),
-        cast=frozenset({0}) if cast else frozenset(),
-    )
-    reader.run(Recorder("load"))
-    assert equal(target, part(array, box).astype(dtype))
-    assert len(reader.plan.strided.piece) > 3 or cell != 1000, "several strided reads of one piece"
-    assert len(storage.taken) == len(set(storage.taken)) == 11 * 8 * 2 * 4
+def test_runs_in_several_dimensions_and_many_cells_arrive() -> None:
+    for cell, cast, order in one_by_one(
+        product([128, 1000, 1 << 20], [False, True], [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
+    ):
+        array = np.arange(13 * 11 * 7, dtype=np.float32).reshape(13, 11, 7)
+        storage = fresh("runs")
+        checkpoint = saved({"w": array}, [[Box.whole(array.shape)]], storage, BLOCK, random.Random(0))
+        box = Box((1, 2, 3), (11, 8, 2))
+        dtype = np.float64 if cast else np.float32
+        target = np.zeros([box.lengths[d] for d in order], dtype).transpose(np.argsort(order))
+        reader = reader_of(
+            checkpoint,
+            [(0, box)],
+            [target],
+            Granularity(1, 0, cell, 0.0),
+            cast=frozenset({0}) if cast else frozenset(),
+        )
+        reader.run(Recorder("load"))
+        assert equal(target, part(array, box).astype(dtype))
+        assert len(reader.plan.strided.piece) > 3 or cell != 1000, "several strided reads of one piece"
+        assert len(storage.taken) == len(set(storage.taken)) == 11 * 8 * 2 * 4
 
 
 def test_a_column_slice_goes_straight_into_its_target_in_few_calls(tmp_path: Path) -> None:
@@ -376,19 +358,3 @@ def test_the_options_and_the_storage_say_how_reads_are_cut() -> None:
     assert granularity(off, 4 << 20) == Granularity(1, 256 << 10, 8 << 20, 0.05)
     assert granularity(LoadOptions(verify="off", gap_nbytes=0), 4 << 20, remote).gap == 0
     assert granularity(LoadOptions(), 32 << 20).nbytes == 32 << 20, "a block is never cut"
-
-
-def test_the_phases_tell_what_was_done() -> None:
-    rng = random.Random(1)
-    array = np.arange(3000, dtype=np.int32)
-    checkpoint = saved({"a": array}, [[Box.whole((3000,))]], fresh("phases"), 64, rng)
-    recorder = Recorder("load")
-    reader = reader_of(
-        checkpoint, [(0, Box((5,), (1000,)))], [np.zeros((1000,), np.int32)], Granularity(64, 0, 128)
-    )
-    assert reader.nbytes_read == 0
-    reader.run(recorder)
-    phases = {record.phase: record for record in recorder.records}
-    assert set(phases) == {"read", "verify", "deliver"}
-    assert phases["read"].nbytes == phases["verify"].nbytes == reader.nbytes_read == reader.plan.nbytes
-    assert all(record.seconds > 0 for record in phases.values())

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from reknit.engine.loading import deliver, read
 from reknit.engine.memory.arena import Arena
-from reknit.engine.record.file_checks import check_size
-from reknit.errors import CorruptError, DeadlineError, ReknitError, StorageError, UsageError
+from reknit.errors import DeadlineError, StorageError, UsageError
 from reknit.format.checksum import digest
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
@@ -24,11 +23,11 @@ from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.types.box import Box
 from tests.engine.saved import CountingStorage, chunks_of, fresh, saved, spoil
 from tests.engine.test_read import cases, content, part, reader_of, target_of
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from reknit.engine.loading.read import RangeReader
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.format.checksum import Bytes
     from tests.engine.test_read import Case
@@ -68,8 +67,9 @@ def data_path(checkpoint: OpenCheckpoint) -> str:
     return checkpoint.index.files[int(checkpoint.index.file[0])]
 
 
-@pytest.mark.parametrize(("cut", "operation"), [(BLOCKS, "read_into"), (RUNS, "read_runs")])
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(
+    ("cut", "operation", "dense"), [(BLOCKS, "read_into", True), (RUNS, "read_runs", False)]
+)
 def test_a_storage_that_stalls_is_an_error_in_time_and_what_comes_later_is_not_delivered(
     cut: Granularity, operation: str, dense: bool
 ) -> None:
@@ -104,25 +104,6 @@ def test_a_file_whose_bytes_have_moved_is_read_from_a_replica_though_nothing_is_
     reader = reader_of(checkpoint, [(0, COLUMNS)], [target], RUNS, options=REPAIR, replicas=(good,))
     reader.run(Recorder("load"))
     assert np.array_equal(target, matrix()[COLUMNS.slices()])
-
-
-def test_what_is_abandoned_is_not_delivered_by_anybody() -> None:
-    checkpoint, _ = stored("abandoned")
-    target = np.zeros((5, 60), np.int32).T
-    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], BLOCKS)
-    path, nbytes = data_path(checkpoint), checkpoint.files[data_path(checkpoint)].nbytes
-    data = np.empty(nbytes, np.uint8)
-    reader.fetch(path, 0, data)
-    reader.abandon()
-    calls: list[Callable[[], None]] = [
-        lambda: reader.deliver(0, 0, data, Arena(2 * BLOCK)),
-        lambda: reader.fetch(path, 0, data),
-        lambda: reader.read(0, Arena(2 * BLOCK)),
-    ]
-    for call in calls:
-        with pytest.raises(DeadlineError):
-            call()
-    assert not target.any()
 
 
 def test_what_is_abandoned_while_it_is_verified_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,108 +182,13 @@ def test_what_is_damaged_in_one_copy_comes_from_another(
         assert {path for path, _, _ in good.asked} == {files[file] for file in plan.files}
 
 
-def damaged(name: str, **more: Any) -> tuple[RangeReader, OpenCheckpoint, np.ndarray[Any, Any]]:
-    """Return a reader of a checkpoint whose only chunk has a damaged byte in the middle."""
-    checkpoint, storage = stored(name)
-    spoil(storage, data_path(checkpoint), int(checkpoint.index.start[0]) + 30 * 80)
-    target = np.zeros((60, 20), np.int32)
-    return reader_of(checkpoint, [(0, Box.whole((60, 20)))], [target], BLOCKS, **more), checkpoint, target
-
-
-def test_a_repaired_block_is_counted_and_told_once_a_file(caplog: pytest.LogCaptureFixture) -> None:
-    _, storage = stored("sound")
-    good = copied(storage, "good")
-    reader, checkpoint, target = damaged("broken", options=REPAIR, replicas=(good,))
-    byte = int(checkpoint.index.start[0]) + 50 * 80
-    spoil(checkpoint.storage, data_path(checkpoint), byte)
-    reader.run(Recorder("load"))
-    assert np.array_equal(target, matrix())
-    first = (int(checkpoint.index.start[0]) + 30 * 80) // BLOCK
-    assert sorted(good.asked) == [(data_path(checkpoint), k * BLOCK, BLOCK) for k in (first, byte // BLOCK)]
-    assert reader.nbytes_read == reader.plan.nbytes + 2 * BLOCK
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert good.url in warnings[0]
-    assert data_path(checkpoint) in warnings[0]
-
-
-def test_where_no_copy_is_good_the_error_names_all_that_were_tried(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    _, storage = stored("sound")
-    worse, gone = copied(storage, "worse"), fresh("gone")
-    reader, checkpoint, _ = damaged("broken", options=REPAIR, replicas=(worse, gone))
-    spoil(worse, data_path(checkpoint), int(checkpoint.index.start[0]) + 30 * 80)
-    with pytest.raises(CorruptError, match="differ from the saved bytes") as caught:
-        reader.run(Recorder("load"))
-    assert "process://worse (damaged as well)" in str(caught.value)
-    assert "process://gone (there is no file" in str(caught.value)
-    assert "m/w" in str(caught.value)
-    assert not caplog.records
-
-
-def test_only_the_part_that_cannot_be_read_comes_from_a_replica() -> None:
-    checkpoint, storage = stored("partly")
-    good = copied(storage, "good")
-    path = data_path(checkpoint)
-    cut = int(checkpoint.index.start[0]) + 30 * 80
-    storage.put(path, storage.get(path, limit=1 << 20)[:cut], if_absent=False)
-    target = np.zeros((60, 20), np.int32)
-    whole = [(0, Box.whole((60, 20)))]
-    reader = reader_of(
-        checkpoint, whole, [target], Granularity(BLOCK, 0, 1 << 20), options=REPAIR, replicas=(good,)
-    )
-    reader.run(Recorder("load"))
-    assert np.array_equal(target, matrix())
-    last = (int(checkpoint.index.start[0]) + 4800 - 1) // BLOCK
-    assert sorted({start // BLOCK for _, start, _ in good.asked}) == list(range(cut // BLOCK, last + 1))
-
-
-def test_each_comb_that_cannot_be_read_comes_from_a_replica() -> None:
-    checkpoint, storage = stored("strided")
-    good = copied(storage, "good")
-    faults = [Fault("error", at, "read_runs") for at in (1, 3, 4)]
-    checkpoint.storage = FaultyStorage(storage, plan=faults)
-    storage.delete(data_path(checkpoint))
-    target = np.zeros(COLUMNS.lengths, np.int32)
-    cut = Granularity(1, 0, 1000, 0.0)
-    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], cut, options=REPAIR, replicas=(good,))
-    assert len(reader.plan.strided.piece) > 3
-    reader.run(Recorder("load"))
-    assert np.array_equal(target, matrix()[COLUMNS.slices()])
-
-
-def test_a_missing_or_short_file_is_no_error_where_a_replica_has_it() -> None:
-    checkpoint, storage = stored("sized")
-    good, short = copied(storage, "good"), copied(storage, "short")
-    path = data_path(checkpoint)
-    file = checkpoint.files[path]
-    check_size(storage, file)
-    for copy in (storage, short):
-        copy.put(path, b"short", if_absent=False)
-    for replicas in ((), (short,), (fresh("gone"),)):
-        with pytest.raises(CorruptError, match="has 5 bytes"):
-            check_size(storage, file, replicas)
-    check_size(storage, file, (short, good))
-    storage.delete(path)
-    with pytest.raises(CorruptError, match="missing"):
-        check_size(storage, file, (short,))
-    check_size(storage, file, (short, good))
-    faulty = FaultyStorage(good, plan=[Fault("error", 1), Fault("error", 2)])
-    with pytest.raises(ReknitError, match="injected"):
-        check_size(faulty, file)
-    check_size(faulty, file, (good,))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_options_that_make_no_sense_are_refused() -> None:
+    cases: list[dict[str, Any]] = [
         {"replicas": "process://other"},
         {"replicas": (1,)},
         {"gap_nbytes": -1, "verify": "off"},
         {"gap_nbytes": 0},
-    ],
-)
-def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        LoadOptions(**wrong)
+    ]
+    for wrong in one_by_one(cases):
+        with pytest.raises(UsageError):
+            LoadOptions(**wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from reknit.format.paths import MANIFEST_PATH
 from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from tests.engine.runs import Annals, nothing_held, save_as
+from tests.running.cases import one_by_one
 
 OTHER = "0123456789abcdef" * 2
 SAID = RankClaims("", None, b"", None, [])
@@ -49,9 +51,8 @@ def after_writing(
     return turn
 
 
-@pytest.mark.parametrize(
-    ("error", "rank", "sent", "stays"),
-    [
+def test_files_stay_where_the_root_may_yet_commit_them_and_else_go() -> None:
+    cases: list[tuple[BaseException, int, bool, bool]] = [
         (ABOVE, 1, True, False),
         (ABOVE, 1, False, False),
         (StorageError("no room here", phase="write"), 1, True, False),
@@ -61,27 +62,26 @@ def after_writing(
         (KeyboardInterrupt(), 1, True, True),
         (KeyboardInterrupt(), 1, False, False),
         (KeyboardInterrupt(), 0, True, False),
-    ],
-)
-def test_files_stay_where_the_root_may_yet_commit_them_and_else_go(
-    error: BaseException, rank: int, sent: bool, stays: bool
-) -> None:
-    storage = Annals("receipt")
-    written = [write_bytes(storage, "m/00001.01234567.safetensors", b"x")]
-    assert after_writing(storage, rank, OTHER, written, sent=sent).clean_up(error).committed is False
-    assert bool(list(storage.list())) == stays
+    ]
+    for error, rank, sent, stays in one_by_one(cases):
+        storage = Annals("receipt")
+        written = [write_bytes(storage, "m/00001.01234567.safetensors", b"x")]
+        assert after_writing(storage, rank, OTHER, written, sent=sent).clean_up(error).committed is False
+        assert bool(list(storage.list())) == stays
 
 
-@pytest.mark.parametrize("error", [ABOVE, CommError("no answer came"), KeyboardInterrupt()])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_files_of_what_is_committed_stay_whatever_the_error_is(error: BaseException, rank: int) -> None:
-    storage = Annals("receipt")
-    assert save_as(storage, 1, 1) is None
-    manifest = decode_manifest(storage.get(MANIFEST_PATH, limit=1 << 20))
-    before = [file.path for file in storage.list()]
-    written = [Written(file.path, file.nbytes, cast("Any", file.digests)) for file in manifest.files]
-    assert after_writing(storage, rank, manifest.write_id, written, sent=True).clean_up(error).litter is False
-    assert [file.path for file in storage.list()] == before
+def test_files_of_what_is_committed_stay_whatever_the_error_is() -> None:
+    for rank, error in one_by_one(product([0, 1], [ABOVE, CommError("no answer came"), KeyboardInterrupt()])):
+        storage = Annals("receipt")
+        assert save_as(storage, 1, 1) is None
+        manifest = decode_manifest(storage.get(MANIFEST_PATH, limit=1 << 20))
+        before = [file.path for file in storage.list()]
+        written = [Written(file.path, file.nbytes, cast("Any", file.digests)) for file in manifest.files]
+        assert (
+            after_writing(storage, rank, manifest.write_id, written, sent=True).clean_up(error).litter
+            is False
+        )
+        assert [file.path for file in storage.list()] == before
 
 
 class Root:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STATE = {"m": {"w": np.ones(3)}}
 
 
-@pytest.mark.parametrize("pauses", [0, 1, 3])
+@pytest.mark.parametrize("pauses", [0, 3])
 def test_it_begins_when_the_removal_has_ended(
     pauses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

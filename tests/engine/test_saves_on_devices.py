@@ -20,6 +20,7 @@ from reknit.types import devices
 from tests.accelerator import install, installed
 from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
 from tests.faults.nursery import agents_of, stopped
+from tests.running.cases import one_by_one_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -260,9 +261,7 @@ def test_a_lazy_save_neither_waits_for_the_device_nor_for_what_is_queued_after_i
     assert is_stored(tmp_path / "saved", other, expected)
 
 
-@every_simulated_device
-@pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_lazy_save_without_memory_to_watch_tensors_copies_them_before_it_returns(
+def save_lazily_without_memory(
     accelerator: Accelerator, device_type: str, after: int, tmp_path: Path
 ) -> None:
     one, other = Training(f"{device_type}:1"), Training(f"{device_type}:1", seed=1)
@@ -281,21 +280,11 @@ def test_a_lazy_save_without_memory_to_watch_tensors_copies_them_before_it_retur
 
 
 @every_simulated_device
-def test_an_eager_save_waits_for_no_other_stream(
+def test_a_lazy_save_without_memory_to_watch_tensors_copies_them_before_it_returns(
     accelerator: Accelerator, device_type: str, tmp_path: Path
 ) -> None:
-    live, other = (torch.zeros(NUMEL, device=device_type) for _ in range(2))
-    busy: Any = torch.get_device_module(device_type).Stream()
-    options = reknit.SaveOptions(durability="process")
-    live.fill_(1)
-    accelerator.sleep(busy, 1000)
-    pending = reknit.save(tmp_path / "x", {"x": live}, wait=False, options=options)
-    assert not busy.query()
-    live.fill_(2)
-    pending.result(LIMIT_S)
-    reknit.load(tmp_path / "x", {"x": other})
-    assert other.eq(1).all().item()
-    assert not busy.query()
+    for after, folder in one_by_one_in(tmp_path, [0, 1, 3]):
+        save_lazily_without_memory(accelerator, device_type, after, folder)
 
 
 @every_simulated_device
@@ -351,8 +340,7 @@ def saved_from_device_1(device_type: Any, folder: str, chosen: bool) -> list[int
     return device.contexts()
 
 
-@pytest.mark.parametrize("chosen", [True, False])
-@pytest.mark.parametrize("device_type", ["cuda", "sim"])
+@pytest.mark.parametrize(("chosen", "device_type"), [(True, "cuda"), (False, "sim")])
 def test_a_job_on_device_1_uses_no_other(device_type: str, chosen: bool, tmp_path: Path) -> None:
     call = (saved_from_device_1, device_type, str(tmp_path), chosen)
     assert run_simulated(1, *call, device_type=device_type) == [[1]]

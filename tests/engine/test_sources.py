@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from reknit.engine.memory.sources import Sources
 from reknit.types.box import Box
 from reknit.types.plan import WriteEntry
 from reknit.types.shard import Strided
+from tests.running.cases import one_by_one
 from tests.running.examples import examples
 
 FLAT = torch.arange(400, dtype=torch.float32)
@@ -41,18 +41,18 @@ def values(memory: Any) -> Any:
     return bits(memory.view() if isinstance(memory, Strided) else memory)
 
 
-@pytest.mark.parametrize("name", MEMORIES)
-def test_one_run_of_host_memory_has_an_address_and_nothing_else_has(name: str) -> None:
-    memory, is_run = MEMORIES[name]
-    sources = Sources([torch.zeros(2), memory])
-    address = sources.addresses.tolist()[1]
-    if is_run:
-        view = values(memory)
-        assert address == view.__array_interface__["data"][0]
-    else:
-        assert address == 0
-    assert sources[1].tobytes() == values(memory).tobytes()
-    assert sources.on_devices == []
+def test_one_run_of_host_memory_has_an_address_and_nothing_else_has() -> None:
+    for name in one_by_one(MEMORIES):
+        memory, is_run = MEMORIES[name]
+        sources = Sources([torch.zeros(2), memory])
+        address = sources.addresses.tolist()[1]
+        if is_run:
+            view = values(memory)
+            assert address == view.__array_interface__["data"][0]
+        else:
+            assert address == 0
+        assert sources[1].tobytes() == values(memory).tobytes()
+        assert sources.on_devices == []
 
 
 def test_memory_on_a_device_has_no_address_and_can_be_exchanged_for_a_copy() -> None:

@@ -4,29 +4,23 @@ import subprocess
 import sys
 from math import prod
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from reknit.engine.memory import staging
-from reknit.engine.memory.elements import bits, contiguous_bytes, convert, deliver, stage
+from reknit.engine.memory.elements import bits, convert, deliver, stage
 from reknit.engine.memory.sources import Sources
 from reknit.engine.memory.staging import Staging, changes
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import Shard as Held
 from reknit.types.shard import Strided, TensorSpec
-from tests.devices import on_cuda
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+from tests.running.cases import one_by_one
 
 TORCH_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
 
@@ -36,26 +30,26 @@ def strides_of(lengths: tuple[int, ...], itemsize: int) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_every_torch_dtype_passes_through_bytes_unchanged(name: str) -> None:
-    itemsize = ITEMSIZE[name]
-    raw = torch.arange(24 * itemsize, dtype=torch.uint8) % 2 if name == "bool" else None
-    raw = torch.randint(0, 255, (24 * itemsize,), dtype=torch.uint8) if raw is None else raw
-    tensor = raw.view(getattr(torch, name)).view(2, 3, 4).transpose(0, 2)
-    assert not tensor.is_contiguous()
-    out = np.empty(24 * itemsize, np.uint8)
-    stage(bits(tensor), 0, 24, out)
-    assert out.tobytes() == bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
-    target = (
-        torch.empty((24 * itemsize,), dtype=torch.uint8)
-        .view(getattr(torch, name))
-        .view(4, 2, 3)
-        .transpose(1, 2)
-    )
-    deliver(out, (4, 3, 2), strides_of((4, 3, 2), itemsize), bits(target))
-    assert torch.equal(
-        target.contiguous().view(torch.uint8).flatten(), tensor.contiguous().view(torch.uint8).flatten()
-    )
+def test_every_torch_dtype_passes_through_bytes_unchanged() -> None:
+    for name in one_by_one(TORCH_DTYPES):
+        itemsize = ITEMSIZE[name]
+        raw = torch.arange(24 * itemsize, dtype=torch.uint8) % 2 if name == "bool" else None
+        raw = torch.randint(0, 255, (24 * itemsize,), dtype=torch.uint8) if raw is None else raw
+        tensor = raw.view(getattr(torch, name)).view(2, 3, 4).transpose(0, 2)
+        assert not tensor.is_contiguous()
+        out = np.empty(24 * itemsize, np.uint8)
+        stage(bits(tensor), 0, 24, out)
+        assert out.tobytes() == bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+        target = (
+            torch.empty((24 * itemsize,), dtype=torch.uint8)
+            .view(getattr(torch, name))
+            .view(4, 2, 3)
+            .transpose(1, 2)
+        )
+        deliver(out, (4, 3, 2), strides_of((4, 3, 2), itemsize), bits(target))
+        assert torch.equal(
+            target.contiguous().view(torch.uint8).flatten(), tensor.contiguous().view(torch.uint8).flatten()
+        )
 
 
 @given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
@@ -81,91 +75,68 @@ def test_nan_payloads_negative_zero_and_subnormals_survive() -> None:
     assert target.numpy().view(np.uint32).tolist() == patterns.tolist()
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int64", "complex128"])
-def test_rectangles_of_one_flat_memory_are_the_bits_of_each(name: str) -> None:
-    memory = torch.arange(40).to(getattr(torch, name))[3:]
-    ties: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
-        ((2, 5), (5, 1), 0),
-        ((1, 3), (3, 1), 10),
-        ((4, 2), (1, 4), 20),
-        ((), (), 36),
-        ((0, 2), (2, 1), 9),
-    ]
-    spec = TensorSpec((40, 40), name)
-    shards = [
-        Held(
-            "m", "w", spec, Box((0,) * len(lengths), lengths), (0,), Strided(memory, lengths, strides, first)
-        )
-        for lengths, strides, first in ties
-    ]
-    shards.append(Held("m", "v", spec, Box((0,), (37,)), (0,), memory))
-    for source, shard in zip(Sources(shard.memory for shard in shards), shards, strict=True):
-        assert isinstance(source, np.ndarray)
-        assert source.tobytes() == bits(shard.data).tobytes()
-        assert source.shape == shard.box.lengths
-        assert not source.size or np.shares_memory(source, bits(memory))
-    (source,) = Sources([Strided(memory.to("meta"), (3,), (2,), 4)])
-    assert (tuple(source.shape), source.stride(), source.storage_offset()) == ((3,), (2,), 4)
+def test_rectangles_of_one_flat_memory_are_the_bits_of_each() -> None:
+    for name in one_by_one(["float32", "bfloat16", "int64", "complex128"]):
+        memory = torch.arange(40).to(getattr(torch, name))[3:]
+        ties: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
+            ((2, 5), (5, 1), 0),
+            ((1, 3), (3, 1), 10),
+            ((4, 2), (1, 4), 20),
+            ((), (), 36),
+            ((0, 2), (2, 1), 9),
+        ]
+        spec = TensorSpec((40, 40), name)
+        shards = [
+            Held(
+                "m",
+                "w",
+                spec,
+                Box((0,) * len(lengths), lengths),
+                (0,),
+                Strided(memory, lengths, strides, first),
+            )
+            for lengths, strides, first in ties
+        ]
+        shards.append(Held("m", "v", spec, Box((0,), (37,)), (0,), memory))
+        for source, shard in zip(Sources(shard.memory for shard in shards), shards, strict=True):
+            assert isinstance(source, np.ndarray)
+            assert source.tobytes() == bits(shard.data).tobytes()
+            assert source.shape == shard.box.lengths
+            assert not source.size or np.shares_memory(source, bits(memory))
+        (source,) = Sources([Strided(memory.to("meta"), (3,), (2,), 4)])
+        assert (tuple(source.shape), source.stride(), source.storage_offset()) == ((3,), (2,), 4)
 
 
-def test_bits_shares_memory_and_needs_no_gradient_context() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    view = bits(parameter)
-    view[0] = 0x3F800000
-    assert parameter[0].item() == 1.0
-    assert contiguous_bytes(view) is not None
-    assert contiguous_bytes(bits(torch.zeros(4, 4).t())) is None
+def test_a_cast_rounds_to_nearest_even_as_torch_does() -> None:
+    for target_kind in one_by_one(["torch", "numpy"]):
+        source = torch.randn(1000).mul_(3)
+        expected = source.to(torch.bfloat16)
+        raw = source.numpy().view(np.uint8)
+        if target_kind == "torch":
+            target: Any = torch.empty(1000, dtype=torch.bfloat16)
+            convert(raw, "float32", (1000,), (4,), target)
+            assert torch.equal(target, expected)
+        else:
+            target = np.empty(1000, numpy_dtype("bfloat16"))
+            convert(raw, "float32", (1000,), (4,), target)
+            assert np.array_equal(target.view(np.int16), expected.view(torch.int16).numpy())
 
 
-@pytest.mark.parametrize("target_kind", ["torch", "numpy"])
-def test_a_cast_rounds_to_nearest_even_as_torch_does(target_kind: str) -> None:
-    source = torch.randn(1000).mul_(3)
-    expected = source.to(torch.bfloat16)
-    raw = source.numpy().view(np.uint8)
-    if target_kind == "torch":
-        target: Any = torch.empty(1000, dtype=torch.bfloat16)
-        convert(raw, "float32", (1000,), (4,), target)
-        assert torch.equal(target, expected)
-    else:
-        target = np.empty(1000, numpy_dtype("bfloat16"))
-        convert(raw, "float32", (1000,), (4,), target)
-        assert np.array_equal(target.view(np.int16), expected.view(torch.int16).numpy())
-
-
-def test_a_strided_rectangle_of_bytes_goes_to_a_transposed_target() -> None:
-    chunk = np.arange(48, dtype=np.int64).reshape(6, 8)
-    target = np.zeros((3, 2), np.int64, order="F")
-    raw = chunk.view(np.uint8).reshape(-1)[(2 * 8 + 5) * 8 :]
-    deliver(raw, (3, 2), (64, 8), bits(target))
-    assert np.array_equal(target, chunk[2:5, 5:7])
-
-
-def test_a_rectangle_whose_rows_have_holes_goes_to_a_dense_target() -> None:
-    chunk = np.arange(48, dtype=np.int64).reshape(6, 8)
-    target = np.zeros((6, 3), np.int64)
-    deliver(chunk.view(np.uint8).reshape(-1)[8:], (6, 3), (64, 16), bits(target))
-    assert np.array_equal(target, chunk[:, 1:6:2])
-
-
-@pytest.mark.parametrize("source", [torch.tensor(3.5), torch.tensor(3.5, dtype=torch.float64)])
-def test_what_has_no_dimensions_reaches_a_tensor_that_is_no_host_array(source: torch.Tensor) -> None:
-    raw = bits(source)
-    held = np.frombuffer(bytearray(raw.tobytes()), np.uint8)
-    # The target is a tensor of bit patterns, as it is on a device.
-    target = torch.zeros((), dtype=torch.int32 if raw.itemsize == 4 else torch.int64)
-    deliver(held, (), (), target)
-    assert target.numpy().tobytes() == raw.tobytes()
-    for dtype in (torch.float32, torch.bfloat16):
-        other = torch.zeros((), dtype=dtype)
-        convert(held, str(source.dtype).removeprefix("torch."), (), (), other)
-        assert other == 3.5
-    array = np.zeros((), np.float16)
-    convert(held, str(source.dtype).removeprefix("torch."), (), (), array)
-    assert array == 3.5
-
-
-def test_nothing_is_staged_of_an_empty_tensor_that_is_no_host_array() -> None:
-    stage(torch.zeros((0, 3), dtype=torch.int32), 0, 0, np.empty(0, np.uint8))
+def test_what_has_no_dimensions_reaches_a_tensor_that_is_no_host_array() -> None:
+    for source in one_by_one([torch.tensor(3.5), torch.tensor(3.5, dtype=torch.float64)]):
+        raw = bits(source)
+        held = np.frombuffer(bytearray(raw.tobytes()), np.uint8)
+        # The target is a tensor of bit patterns, as it is on a device.
+        target = torch.zeros((), dtype=torch.int32 if raw.itemsize == 4 else torch.int64)
+        deliver(held, (), (), target)
+        assert target.numpy().tobytes() == raw.tobytes()
+        for dtype in (torch.float32, torch.bfloat16):
+            other = torch.zeros((), dtype=dtype)
+            convert(held, str(source.dtype).removeprefix("torch."), (), (), other)
+            assert other == 3.5
+        array = np.zeros((), np.float16)
+        convert(held, str(source.dtype).removeprefix("torch."), (), (), array)
+        assert array == 3.5
 
 
 def test_bytes_from_the_host_are_there_at_once_and_nothing_imports_torch() -> None:
@@ -202,68 +173,6 @@ def test_a_change_is_noticed_through_every_view_of_a_tensor() -> None:
     assert all(len(set(now)) == 1 for now in (before, between, after))
 
 
-def test_reading_a_tensor_changes_nothing() -> None:
-    parameter = torch.nn.Parameter(torch.ones(4))
-    before = changes(parameter)
-    torch.autograd.grad((parameter * 2).sum(), parameter)
-    stage(bits(parameter), 0, 4, np.empty(16, np.uint8))
-    assert changes(parameter) == before
-
-
-def stepped(optimizer: type[Any], parameters: list[Any], **options: Any) -> dict[str, bool]:
-    """Take two steps; return, for each tensor that the second changed, whether the change was noticed."""
-    made = optimizer(parameters, **options)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    made.step()
-    live = {"parameter": parameters[0], **made.state[parameters[0]]}
-    with torch.no_grad():
-        local = {name: getattr(t, "to_local", lambda t=t: t)().detach() for name, t in live.items()}
-    before = {name: (changes(tensor), tensor.clone()) for name, tensor in local.items()}
-    made.step()
-    return {
-        name: changes(tensor) != before[name][0]
-        for name, tensor in local.items()
-        if not torch.equal(tensor, before[name][1])
-    }
-
-
-@pytest.mark.parametrize("mode", [{"foreach": False}, {"foreach": True}])
-def test_steps_of_an_optimizer_are_noticed_in_parameters_and_states(mode: dict[str, bool]) -> None:
-    noticed = stepped(torch.optim.AdamW, [torch.nn.Parameter(torch.ones(4))], **mode)
-    assert noticed == {"parameter": True, "step": True, "exp_avg": True, "exp_avg_sq": True}
-
-
-def test_steps_of_a_fused_optimizer_are_noticed_in_the_counter_only() -> None:
-    noticed = stepped(torch.optim.AdamW, [torch.nn.Parameter(torch.ones(4))], fused=True)
-    assert noticed == {"parameter": False, "step": True, "exp_avg": False, "exp_avg_sq": False}
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("mode", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_steps_on_dtensors_are_not_noticed_in_their_local_tensors(mesh: Any, mode: dict[str, bool]) -> None:
-    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-    noticed = stepped(torch.optim.AdamW, [parameter], **mode)
-    assert noticed == {"parameter": False, "step": True, "exp_avg": False, "exp_avg_sq": False}
-
-
-def test_changes_behind_the_back_of_torch_are_not_noticed() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    norm = torch.nn.BatchNorm1d(4)
-    before = changes(parameter), changes(norm.running_mean)
-    parameter.data.add_(1)
-    parameter.detach().numpy()[:] += 1
-    norm(torch.randn(8, 4))
-    assert (changes(parameter), changes(norm.running_mean)) == before
-
-
 def test_nothing_is_known_about_what_counts_no_changes() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(3)
@@ -271,10 +180,3 @@ def test_nothing_is_known_about_what_counts_no_changes() -> None:
     assert changes(tensor.detach()) is None
     assert changes(np.zeros(3)) is None
     assert changes(SimpleNamespace(_version=1)) is None
-
-
-@on_cuda
-def test_steps_on_a_gpu_are_noticed_as_on_the_host() -> None:
-    for mode, noticed in (({"foreach": True}, True), ({"fused": True}, False)):
-        parameter = torch.nn.Parameter(torch.ones(4, device="cuda"))
-        assert stepped(torch.optim.AdamW, [parameter], **mode)["exp_avg"] is noticed

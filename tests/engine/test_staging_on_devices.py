@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,9 @@ from reknit.engine.memory.sample import Range, Sample
 from reknit.engine.memory.staging import BounceBuffers, Staging
 from reknit.errors import DeadlineError, ReknitError
 from reknit.types import devices
-from reknit.types.dtype import ITEMSIZE
 from tests.accelerator import installed
-from tests.devices import every_device, every_simulated_device, run_simulated
+from tests.devices import every_simulated_device, run_simulated
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 LIMIT_S = 30.0
 NUMEL = 10_000
-TORCH_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
 
 
 def current(device_type: str, index: int = 0) -> Any:
@@ -48,7 +46,7 @@ def pinned(numel: int) -> tuple[torch.Tensor, NDArray[np.uint8]]:
 
 
 @every_simulated_device
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [2])
 def test_a_copy_has_what_was_queued_before_the_save_and_runs_beside_what_comes_later(
     accelerator: Accelerator, device_type: str, num_devices: int
 ) -> None:
@@ -72,19 +70,6 @@ def test_a_copy_has_what_was_queued_before_the_save_and_runs_beside_what_comes_l
 
 
 @every_simulated_device
-def test_a_source_that_was_not_named_is_copied_after_what_was_queued_before_its_first_copy(
-    accelerator: Accelerator, device_type: str
-) -> None:
-    live = torch.zeros(NUMEL, device=device_type)
-    accelerator.sleep(current(device_type), 100)
-    live.fill_(1)
-    save, (memory, out) = Staging(), pinned(NUMEL)
-    save.add(bits(live), 0, NUMEL, out)
-    save.wait(LIMIT_S)
-    assert memory.eq(1).all()
-
-
-@every_simulated_device
 def test_memory_that_is_freed_before_its_copy_has_run_is_not_given_away(
     accelerator: Accelerator, device_type: str
 ) -> None:
@@ -101,45 +86,28 @@ def test_memory_that_is_freed_before_its_copy_has_run_is_not_given_away(
 
 
 @every_simulated_device
-def test_saves_share_the_stream_of_a_device_and_wait_for_their_own_copies_only(
+def test_bytes_that_are_not_pinned_come_by_way_of_two_buffers_beside_what_comes_later(
     accelerator: Accelerator, device_type: str
 ) -> None:
-    waited_s, live = accelerator.waited_s(), torch.ones(NUMEL, device=device_type)
-    first, second = Staging(), Staging()
-    (memory, out), (_, other) = pinned(NUMEL), pinned(NUMEL)
-    first.add(bits(live), 0, NUMEL, out)
-    accelerator.sleep(devices.side_stream(live.device), 1000)
-    second.add(bits(live), 0, NUMEL, other)
-    first.wait(LIMIT_S)
-    assert memory.eq(1).all()
-    assert accelerator.waited_s() - waited_s < 1000
-    assert second.under_way()
-    second.wait(LIMIT_S)
-
-
-@every_simulated_device
-@pytest.mark.parametrize("sizes", [[], [1], [3, 8, 24, 5, 40, 41, 100, 2, 2]])
-def test_bytes_that_are_not_pinned_come_by_way_of_two_buffers_beside_what_comes_later(
-    accelerator: Accelerator, device_type: str, sizes: list[int]
-) -> None:
-    waited_s = accelerator.waited_s()
-    dtypes = [torch.uint8, torch.float32, torch.bfloat16]
-    live = [
-        torch.arange(size).to(dtypes[number % 3]).to(f"{device_type}:{number % 2}")
-        for number, size in enumerate(sizes)
-    ]
-    expected = [one.cpu().view(torch.uint8).numpy() for one in live]
-    buffers = [torch.zeros(40, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(2)]
-    save = Staging(map(bits, live), BounceBuffers(buffers, LIMIT_S))
-    for one in live:
-        accelerator.sleep(current(device_type, one.device.index), 1000)
-        one.fill_(9)
-    outs = [nbytes_of(one) for one in live]
-    for one, out in zip(live, outs, strict=True):
-        save.add(bits(one), 0, one.numel(), out)
-    save.wait(LIMIT_S)
-    assert all(map(np.array_equal, outs, expected))
-    assert accelerator.waited_s() - waited_s < 1000
+    for sizes in one_by_one([[], [1], [3, 8, 24, 5, 40, 41, 100, 2, 2]]):
+        waited_s = accelerator.waited_s()
+        dtypes = [torch.uint8, torch.float32, torch.bfloat16]
+        live = [
+            torch.arange(size).to(dtypes[number % 3]).to(f"{device_type}:{number % 2}")
+            for number, size in enumerate(sizes)
+        ]
+        expected = [one.cpu().view(torch.uint8).numpy() for one in live]
+        buffers = [torch.zeros(40, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(2)]
+        save = Staging(map(bits, live), BounceBuffers(buffers, LIMIT_S))
+        for one in live:
+            accelerator.sleep(current(device_type, one.device.index), 1000)
+            one.fill_(9)
+        outs = [nbytes_of(one) for one in live]
+        for one, out in zip(live, outs, strict=True):
+            save.add(bits(one), 0, one.numel(), out)
+        save.wait(LIMIT_S)
+        assert all(map(np.array_equal, outs, expected))
+        assert accelerator.waited_s() - waited_s < 1000
 
 
 @every_simulated_device
@@ -184,22 +152,6 @@ def test_a_copy_that_fails_is_an_error_that_names_the_device(
     with pytest.raises(ReknitError, match=f"a copy from or to {device_type}:1 failed"):
         save.wait(LIMIT_S)
     assert not save.under_way()
-
-
-@every_simulated_device
-def test_copies_that_were_queued_before_an_error_are_waited_for(
-    accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "GATHER_NBYTES", 8)
-    live = torch.arange(1, 7, dtype=torch.int32, device=device_type).reshape(2, 3).t()
-    memory = torch.zeros(6, dtype=torch.int32, pin_memory=True)
-    save, before = Staging(), current(device_type)
-    accelerator.refuse_memory(1)
-    with pytest.raises(torch.OutOfMemoryError):
-        save.add(bits(live), 0, 6, memory.numpy().view(np.uint8))
-    save.wait(LIMIT_S)
-    assert memory.tolist() == [1, 4, 0, 0, 0, 0]
-    assert current(device_type) == before
 
 
 def contexts_after_copies_in_a_thread(device_type: str) -> list[int]:
@@ -257,60 +209,19 @@ def test_any_flat_range_of_any_strided_tensor_on_a_device_is_staged_in_row_major
 
 
 @every_simulated_device
-@pytest.mark.parametrize("transposed", [False, True])
 def test_memory_on_the_device_is_bounded_and_none_is_taken_for_what_is_contiguous(
-    accelerator: Accelerator, device_type: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
+    accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "GATHER_NBYTES", 4096)
-    live = torch.arange(4e4, device=device_type).reshape(200, 200)
-    source, out = bits(live.t() if transposed else live), nbytes_of(live)
-    accelerator.reset_peak()
-    before = accelerator.in_use()
-    save = Staging([source])
-    save.add(source, 7, 39_000, out[: 4 * 39_000])
-    save.wait(LIMIT_S)
-    # The rest of a row is a piece too, and the memory of one more is free only after its copy has run.
-    assert accelerator.peak() - before <= (3 * 4096 if transposed else 0)
-    expected = (live.t() if transposed else live).cpu().flatten()[7 : 7 + 39_000]
-    assert np.array_equal(out[: 4 * 39_000].view(np.float32), expected.numpy())
-
-
-@every_device
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_every_dtype_passes_from_a_device_unchanged(
-    device_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "GATHER_NBYTES", 1000)
-    for name in TORCH_DTYPES:
-        itemsize = ITEMSIZE[name]
-        raw = torch.randint(0, 2 if name == "bool" else 255, (32 * 24 * itemsize,), dtype=torch.uint8)
-        host = raw.view(getattr(torch, name)).view(32, 24)
-        there = host.to(device_type)
-        save, expected, outs = Staging(), [], []
-        for live, same in ((there, host), (there.t(), host.t())):
-            for memory in (np.zeros, lambda n, _: torch.zeros(n, dtype=torch.uint8, pin_memory=True).numpy()):
-                outs.append(out := memory(host.nbytes - 30 * itemsize, np.uint8))
-                save.add(bits(live), 7, live.numel() - 30, out)
-                whole = same.contiguous().view(torch.uint8).flatten().numpy()
-                expected.append(whole[7 * itemsize :][: out.size])
+    for transposed in one_by_one([False, True]):
+        monkeypatch.setattr(staging, "GATHER_NBYTES", 4096)
+        live = torch.arange(4e4, device=device_type).reshape(200, 200)
+        source, out = bits(live.t() if transposed else live), nbytes_of(live)
+        accelerator.reset_peak()
+        before = accelerator.in_use()
+        save = Staging([source])
+        save.add(source, 7, 39_000, out[: 4 * 39_000])
         save.wait(LIMIT_S)
-        assert all(map(np.array_equal, outs, expected)), name
-
-
-@every_simulated_device
-def test_seeds_of_timing_change_nothing(accelerator: Accelerator, device_type: str) -> None:
-    for seed in range(20):
-        accelerator.reset(seed=seed)
-        live, (memory, out) = torch.zeros(NUMEL, device=device_type), pinned(NUMEL)
-        for value in range(3):
-            live.fill_(value)
-        save = Staging([bits(live)])
-        save.add(bits(live), 0, NUMEL, out)
-        side = torch.get_device_module(device_type).Stream(live.device)
-        with ExitStack() as stack:
-            stack.enter_context(side)
-            other = torch.full((NUMEL,), 9.0, device=device_type)
-        del live
-        save.wait(LIMIT_S)
-        assert memory.eq(2).all(), seed
-        assert other.numel() == NUMEL
+        # The rest of a row is a piece too, and the memory of one more is free only after its copy has run.
+        assert accelerator.peak() - before <= (3 * 4096 if transposed else 0)
+        expected = (live.t() if transposed else live).cpu().flatten()[7 : 7 + 39_000]
+        assert np.array_equal(out[: 4 * 39_000].view(np.float32), expected.numpy())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import OrderedDict
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import reknit
 from reknit.errors import FormatError, StateError
+from tests.running.cases import one_by_one_in
 from tests.values import Keeper, observed
 
 if TYPE_CHECKING:
@@ -108,23 +110,23 @@ class World:
         return [sorted_by_key(observed(one.state_dict())) for one in self.state().values()]
 
 
-@pytest.mark.parametrize("habit", World(0).files())
-def test_all_that_training_needs_is_loaded_from_one_file(habit: str, tmp_path: Path) -> None:
-    saved, other = World(0, 3), World(1)
-    torch.save(saved.files()[habit], tmp_path / "last.pt")
-    reknit.load(tmp_path / "last.pt", other.state())
-    assert other.seen() == saved.seen()
+def test_all_that_training_needs_is_loaded_from_one_file(tmp_path: Path) -> None:
+    for habit, folder in one_by_one_in(tmp_path, World(0).files()):
+        saved, other = World(0, 3), World(1)
+        torch.save(saved.files()[habit], folder / "last.pt")
+        reknit.load(folder / "last.pt", other.state())
+        assert other.seen() == saved.seen()
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_scheduler_of_any_kind_receives_the_state_that_it_gave(kind: str, tmp_path: Path) -> None:
-    saved, other = World(0, 3, scheduler=kind), World(1, scheduler=kind)
-    torch.save(saved.files()["tutorial"], tmp_path / "last.pt")
-    reknit.load(tmp_path / "last.pt", other.state())
-    assert other.scheduler.state_dict() == saved.scheduler.state_dict()
-    assert [type(value) for value in other.scheduler.state_dict().values()] == [
-        type(value) for value in saved.scheduler.state_dict().values()
-    ]
+def test_a_scheduler_of_any_kind_receives_the_state_that_it_gave(tmp_path: Path) -> None:
+    for kind, folder in one_by_one_in(tmp_path, SCHEDULERS):
+        saved, other = World(0, 3, scheduler=kind), World(1, scheduler=kind)
+        torch.save(saved.files()["tutorial"], folder / "last.pt")
+        reknit.load(folder / "last.pt", other.state())
+        assert other.scheduler.state_dict() == saved.scheduler.state_dict()
+        assert [type(value) for value in other.scheduler.state_dict().values()] == [
+            type(value) for value in saved.scheduler.state_dict().values()
+        ]
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -135,16 +137,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_is_loaded_before_and_after_its_first_step(
-    kind: str, steps: int, tmp_path: Path
-) -> None:
-    saved, other = World(0, steps, **OPTIMIZERS[kind]), World(1, **OPTIMIZERS[kind])
-    other.optimizer.param_groups[0]["weight_decay"] = 7.0
-    torch.save(saved.files()["tutorial"], tmp_path / "last.pt")
-    reknit.load(tmp_path / "last.pt", other.state())
-    assert other.seen() == saved.seen()
+def test_an_optimizer_is_loaded_before_and_after_its_first_step(tmp_path: Path) -> None:
+    for (kind, steps), folder in one_by_one_in(tmp_path, product(OPTIMIZERS, [0, 2])):
+        saved, other = World(0, steps, **OPTIMIZERS[kind]), World(1, **OPTIMIZERS[kind])
+        other.optimizer.param_groups[0]["weight_decay"] = 7.0
+        torch.save(saved.files()["tutorial"], folder / "last.pt")
+        reknit.load(folder / "last.pt", other.state())
+        assert other.seen() == saved.seen()
 
 
 def test_numbers_stand_for_the_parameters_of_the_optimizer_that_loads_them(tmp_path: Path) -> None:
@@ -234,20 +233,19 @@ class Own:
         self.state = state
 
 
-@pytest.mark.parametrize("number", range(len(STATES)))
-@pytest.mark.parametrize("how", ["torch.save", "a plain state"])
-def test_an_object_receives_a_state_that_was_saved_by_its_keys(how: str, number: int, tmp_path: Path) -> None:
-    state, path = STATES[number], tmp_path / "saved"
-    if how == "torch.save":
-        torch.save({"own": state, "epoch": 1}, path)
-    elif isinstance(state, dict) and "cache" in state:
-        return  # refused: a plain state has no such keys
-    else:
-        reknit.save(path, {"own": state})
-    own = Own(state)
-    reknit.load(path, {"own": own})
-    assert own.state is not state or not isinstance(state, (dict, list))
-    assert sorted_by_key(observed(own.state)) == sorted_by_key(observed(state))
+def test_an_object_receives_a_state_that_was_saved_by_its_keys(tmp_path: Path) -> None:
+    for (how, state), folder in one_by_one_in(tmp_path, product(["torch.save", "a plain state"], STATES)):
+        path = folder / "saved"
+        if how == "torch.save":
+            torch.save({"own": state, "epoch": 1}, path)
+        elif isinstance(state, dict) and "cache" in state:
+            continue  # refused: a plain state has no such keys
+        else:
+            reknit.save(path, {"own": state})
+        own = Own(state)
+        reknit.load(path, {"own": own})
+        assert own.state is not state or not isinstance(state, (dict, list))
+        assert sorted_by_key(observed(own.state)) == sorted_by_key(observed(state))
 
 
 def test_a_part_of_a_state_by_keys_is_refused_for_an_object_that_takes_the_whole(tmp_path: Path) -> None:
@@ -258,27 +256,30 @@ def test_a_part_of_a_state_by_keys_is_refused_for_an_object_that_takes_the_whole
     assert own.state == 5
 
 
-@pytest.mark.parametrize("saved", [nn.Identity(), nn.Linear(2, 2)])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["torch.save", "DCP"])
-def test_a_module_and_an_optimizer_without_states_are_loaded(
-    kind: str, saved: nn.Module, tmp_path: Path
-) -> None:
-    beside = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(beside.parameters(), lr=0.5)
-    state = {"model": saved.state_dict(), "beside": beside.state_dict(), "optimizer": optimizer.state_dict()}
-    path = tmp_path / "saved"
-    if kind == "torch.save":
-        torch.save(state, path)
-    else:
-        dcp.save(state, checkpoint_id=path, no_dist=True)
-    other = nn.Linear(2, 2)
-    target: dict[str, Any] = {"beside": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
-    if kind == "torch.save" or list(saved.parameters()):
-        target["model"] = saved
-    reknit.load(path, target)
-    assert torch.equal(other.weight, beside.weight)
-    assert target["optimizer"].param_groups[0]["lr"] == 0.5
+def test_a_module_and_an_optimizer_without_states_are_loaded(tmp_path: Path) -> None:
+    for (kind, saved), folder in one_by_one_in(
+        tmp_path, product(["torch.save", "DCP"], [nn.Identity(), nn.Linear(2, 2)])
+    ):
+        beside = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(beside.parameters(), lr=0.5)
+        state = {
+            "model": saved.state_dict(),
+            "beside": beside.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
+        path = folder / "saved"
+        if kind == "torch.save":
+            torch.save(state, path)
+        else:
+            dcp.save(state, checkpoint_id=path, no_dist=True)
+        other = nn.Linear(2, 2)
+        target: dict[str, Any] = {"beside": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
+        if kind == "torch.save" or list(saved.parameters()):
+            target["model"] = saved
+        reknit.load(path, target)
+        assert torch.equal(other.weight, beside.weight)
+        assert target["optimizer"].param_groups[0]["lr"] == 0.5
 
 
 def test_a_remedy_loads_names_that_a_wrapper_changed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +18,13 @@ import torch
 import reknit
 from reknit.engine.memory import elements
 from reknit.engine.memory.elements import bits, convert, deliver
-from reknit.engine.memory.transfer import Transfer, queue
+from reknit.engine.memory.transfer import Transfer
 from reknit.errors import DeadlineError, ReknitError, ShortageError
 from reknit.options import LoadOptions, SaveOptions
 from reknit.types import devices
 from tests.accelerator import installed
 from tests.devices import every_device, every_simulated_device, run_simulated
+from tests.running.cases import one_by_one, one_by_one_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,12 +37,10 @@ LARGE = 3 << 20
 """Elements of a tensor that several workers copy."""
 TWO = LoadOptions(threads=2)
 
-every_number = pytest.mark.parametrize("num_devices", [1, 2])
 
-
-def others(device_type: str, num_devices: int) -> list[torch.device]:
-    """Return the devices, in an order that begins with one that is not current."""
-    return [torch.device(device_type, 1 - index) for index in range(num_devices)]
+def others(device_type: str) -> list[torch.device]:
+    """Return two devices, of which the first is not current."""
+    return [torch.device(device_type, 1), torch.device(device_type, 0)]
 
 
 @contextmanager
@@ -63,11 +63,10 @@ def held_values(path: Path, like: dict[str, torch.Tensor]) -> dict[str, list[flo
 
 
 @every_simulated_device
-@every_number
 def test_a_save_has_what_the_stream_of_the_caller_wrote_before_and_not_what_it_writes_after(
-    accelerator: Accelerator, device_type: str, num_devices: int, tmp_path: Path
+    accelerator: Accelerator, device_type: str, tmp_path: Path
 ) -> None:
-    places = others(device_type, num_devices)
+    places = others(device_type)
     state = {}
     for number, place in enumerate(places):
         state[f"plain{number}"] = torch.zeros(LARGE, device=place)
@@ -84,21 +83,21 @@ def test_a_save_has_what_the_stream_of_the_caller_wrote_before_and_not_what_it_w
 
 
 @every_simulated_device
-@pytest.mark.parametrize("changed", [False, True])
 def test_a_frozen_tensor_is_compared_as_the_stream_of_the_caller_left_it(
-    accelerator: Accelerator, device_type: str, changed: bool, tmp_path: Path
+    accelerator: Accelerator, device_type: str, tmp_path: Path
 ) -> None:
-    model = torch.nn.Linear(2000, 2000, bias=False, device=f"{device_type}:1").requires_grad_(False)
-    with torch.no_grad():
-        model.weight.fill_(1)
-    reknit.save(tmp_path / "a", {"m": model}, options=SaveOptions(threads=2))
-    with on_streams_of_its_own([model.weight.device]) as (stream,), torch.no_grad():
-        accelerator.sleep(stream, 100)
-        model.weight.fill_(2 if changed else 1)
-        report = reknit.save(tmp_path / "b", {"m": model}, options=SaveOptions(threads=2)).result()
-    assert (report.reused_nbytes > 0) is not changed
-    read = reknit.open(tmp_path / "b").read("m", "weight")
-    assert (read == (2 if changed else 1)).all()
+    for changed, folder in one_by_one_in(tmp_path, [False, True]):
+        model = torch.nn.Linear(2000, 2000, bias=False, device=f"{device_type}:1").requires_grad_(False)
+        with torch.no_grad():
+            model.weight.fill_(1)
+        reknit.save(folder / "a", {"m": model}, options=SaveOptions(threads=2))
+        with on_streams_of_its_own([model.weight.device]) as (stream,), torch.no_grad():
+            accelerator.sleep(stream, 100)
+            model.weight.fill_(2 if changed else 1)
+            report = reknit.save(folder / "b", {"m": model}, options=SaveOptions(threads=2)).result()
+        assert (report.reused_nbytes > 0) is not changed
+        read = reknit.open(folder / "b").read("m", "weight")
+        assert (read == (2 if changed else 1)).all()
 
 
 def targets(places: list[torch.device]) -> dict[str, torch.Tensor]:
@@ -120,11 +119,10 @@ def saved(path: Path, state: dict[str, torch.Tensor]) -> Path:
 
 
 @every_simulated_device
-@every_number
 def test_a_load_comes_after_what_the_stream_of_the_caller_wrote_before(
-    accelerator: Accelerator, device_type: str, num_devices: int, tmp_path: Path
+    accelerator: Accelerator, device_type: str, tmp_path: Path
 ) -> None:
-    places = others(device_type, num_devices)
+    places = others(device_type)
     state = targets(places)
     path = saved(tmp_path / "x", state)
     with on_streams_of_its_own(places) as streams:
@@ -185,46 +183,26 @@ def test_states_that_an_optimizer_gets_are_not_overwritten_by_what_made_them(
                 assert torch.equal(state, other.state[two][name])
 
 
-@every_simulated_device
-def test_seeds_of_timing_change_nothing(accelerator: Accelerator, device_type: str, tmp_path: Path) -> None:
-    place = torch.device(device_type, 1)
-    with on_streams_of_its_own([place]):
-        live, turned = torch.zeros(LARGE, device=place), torch.zeros(1500, 1000, device=place).t()
-        for seed in range(10):
-            accelerator.reset(seed=seed)
-            for value in range(3):
-                live.fill_(value + seed)
-                turned.fill_(value + seed)
-            state = {"m": {"x": live, "y": turned}}
-            reknit.save(tmp_path / str(seed), state, options=SaveOptions(threads=2))
-            live.zero_()
-            turned.zero_()
-            reknit.load(tmp_path / str(seed), state, options=TWO)
-            found = live.sum() / live.numel(), turned.sum() / turned.numel()
-            live.zero_()
-            turned.zero_()
-            assert [value.item() for value in found] == [seed + 2] * 2, seed
-
-
 @every_device
-@pytest.mark.parametrize("made", ["for inference", "as ever"])
-@pytest.mark.parametrize("called", ["for inference", "as ever"])
-def test_tensors_of_inference_are_filled_too(
-    device_type: str, made: str, called: str, tmp_path: Path
-) -> None:
-    modes = {"for inference": torch.inference_mode, "as ever": torch.no_grad}
-    with modes[made]():
-        state = targets([torch.device(device_type, 0)])
-        state["parameter0"] = torch.nn.Parameter(torch.full((3, 2), 5.0, device=device_type))
-    path = saved(tmp_path / "x", state)
-    versions = {name: None if tensor.is_inference() else tensor._version for name, tensor in state.items()}
-    with modes[called]():
-        reknit.load(path, {"m": state}, options=LoadOptions(threads=2, cast=True))
-        read = reknit.open(path).read_all(device=device_type)["m"]
-    assert all(tensor.eq(1).all() for tensor in (*state.values(), *read.values()))
-    assert all(
-        tensor.is_inference() or tensor._version > (versions[name] or 0) for name, tensor in state.items()
-    )
+def test_tensors_of_inference_are_filled_too(device_type: str, tmp_path: Path) -> None:
+    for (called, made), folder in one_by_one_in(
+        tmp_path, product(["for inference", "as ever"], ["for inference", "as ever"])
+    ):
+        modes = {"for inference": torch.inference_mode, "as ever": torch.no_grad}
+        with modes[made]():
+            state = targets([torch.device(device_type, 0)])
+            state["parameter0"] = torch.nn.Parameter(torch.full((3, 2), 5.0, device=device_type))
+        path = saved(folder / "x", state)
+        versions = {
+            name: None if tensor.is_inference() else tensor._version for name, tensor in state.items()
+        }
+        with modes[called]():
+            reknit.load(path, {"m": state}, options=LoadOptions(threads=2, cast=True))
+            read = reknit.open(path).read_all(device=device_type)["m"]
+        assert all(tensor.eq(1).all() for tensor in (*state.values(), *read.values()))
+        assert all(
+            tensor.is_inference() or tensor._version > (versions[name] or 0) for name, tensor in state.items()
+        )
 
 
 @every_simulated_device
@@ -258,42 +236,47 @@ CASTS = [
 
 
 @every_device
-@pytest.mark.parametrize(("before", "after"), CASTS)
-def test_a_cast_on_the_device_gives_the_bits_of_one_on_the_host(
-    device_type: str, before: str, after: str
-) -> None:
-    torch.manual_seed(1)
-    values = torch.randn(40, 30, dtype=torch.float64) * torch.logspace(-6, 2, 30, dtype=torch.float64)
-    source = (values * (1000 if before == "int32" else 1)).to(getattr(torch, before))
-    raw = source.view(torch.uint8).reshape(-1).numpy()
-    lengths, step = (20, 30), source.element_size()
-    strides = (2 * 30 * step, step)
-    host = torch.zeros(lengths, dtype=getattr(torch, after))
-    there = torch.zeros((30, 20), dtype=host.dtype, device=device_type).t()
-    convert(raw, before, lengths, strides, host)
-    convert(raw, before, lengths, strides, there)
-    assert torch.equal(there.cpu().contiguous().view(torch.uint8), host.view(torch.uint8))
+def test_a_cast_on_the_device_gives_the_bits_of_one_on_the_host(device_type: str) -> None:
+    for before, after in one_by_one(CASTS):
+        torch.manual_seed(1)
+        values = torch.randn(40, 30, dtype=torch.float64) * torch.logspace(-6, 2, 30, dtype=torch.float64)
+        source = (values * (1000 if before == "int32" else 1)).to(getattr(torch, before))
+        raw = source.view(torch.uint8).reshape(-1).numpy()
+        lengths, step = (20, 30), source.element_size()
+        strides = (2 * 30 * step, step)
+        host = torch.zeros(lengths, dtype=getattr(torch, after))
+        there = torch.zeros((30, 20), dtype=host.dtype, device=device_type).t()
+        convert(raw, before, lengths, strides, host)
+        convert(raw, before, lengths, strides, there)
+        assert torch.equal(there.cpu().contiguous().view(torch.uint8), host.view(torch.uint8))
 
 
 @every_device
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("most", [1, 100, 1 << 20])
 def test_every_rectangle_of_every_dtype_comes_to_the_device_unchanged(
-    device_type: str, most: int, monkeypatch: pytest.MonkeyPatch
+    device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elements, "LAID_NBYTES", most)
-    for dtype in (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128):
-        host = torch.arange(4 * 6 * 8).reshape(4, 6, 8).to(dtype)
-        step = host.element_size()
-        raw = host.view(torch.uint8).reshape(-1).numpy()
-        strides = (48 * step, 8 * step, step)
-        for first, lengths in ((0, (4, 6, 8)), (9, (2, 3, 5)), (9, (1, 3, 8)), (50, (1, 1, 1))):
-            expected = host.view(-1)[first:].as_strided(lengths, (48, 8, 1), first)
-            for turned in (False, True):
-                there = torch.zeros(lengths[::-1] if turned else lengths, dtype=dtype, device=device_type)
-                there = there.permute(2, 1, 0) if turned else there
-                deliver(raw[first * step :], lengths, strides, bits(there))
-                assert torch.equal(there.cpu(), expected), (dtype, first, lengths, turned)
+    for most in one_by_one([1, 100, 1 << 20]):
+        monkeypatch.setattr(elements, "LAID_NBYTES", most)
+        for dtype in (
+            torch.uint8,
+            torch.bool,
+            torch.bfloat16,
+            torch.float32,
+            torch.complex64,
+            torch.complex128,
+        ):
+            host = torch.arange(4 * 6 * 8).reshape(4, 6, 8).to(dtype)
+            step = host.element_size()
+            raw = host.view(torch.uint8).reshape(-1).numpy()
+            strides = (48 * step, 8 * step, step)
+            for first, lengths in ((0, (4, 6, 8)), (9, (2, 3, 5)), (9, (1, 3, 8)), (50, (1, 1, 1))):
+                expected = host.view(-1)[first:].as_strided(lengths, (48, 8, 1), first)
+                for turned in (False, True):
+                    there = torch.zeros(lengths[::-1] if turned else lengths, dtype=dtype, device=device_type)
+                    there = there.permute(2, 1, 0) if turned else there
+                    deliver(raw[first * step :], lengths, strides, bits(there))
+                    assert torch.equal(there.cpu(), expected), (dtype, first, lengths, turned)
 
 
 @every_simulated_device
@@ -320,39 +303,6 @@ def test_the_next_piece_is_read_while_the_device_copies_the_last_one(
             assert copied.wait(LIMIT_S)
         thread.join()
     assert all(target.eq(value).all() for target, value in zip(targets, (1, 2, 3), strict=True))
-
-
-@every_device
-def test_workers_have_pinned_memory_that_begins_with_a_page(device_type: str) -> None:
-    live = torch.ones(1000, device=device_type)
-    with Transfer([bits(live)], "what is saved", LIMIT_S) as transfer, transfer.arenas(10_000, 2) as arena:
-        first, second = arena.view(4000), arena.view(5000)
-        for memory in (first, second):
-            assert torch.from_numpy(memory).is_pinned()
-            assert memory.ctypes.data % 4096 == 0
-        assert not np.shares_memory(first, second)
-        assert np.shares_memory(first, arena.view(4000))
-        with transfer.copying():
-            queue(bits(live), 0, 1000, first)
-        assert (first.view(np.float32) == 1).all()
-
-
-@every_simulated_device
-def test_without_pinned_memory_saves_and_loads_are_the_same(
-    accelerator: Accelerator, device_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "pinned", lambda nbytes, device: None)
-    places = others(device_type, 2)
-    state = targets(places)
-    with on_streams_of_its_own(places) as (stream, _):
-        accelerator.sleep(stream, 100)
-        for tensor in state.values():
-            tensor.fill_(1)
-        reknit.save(tmp_path / "x", {"m": state})
-        for tensor in state.values():
-            tensor.fill_(2)
-        reknit.load(tmp_path / "x", {"m": state})
-        assert all(tensor.eq(1).all() for tensor in state.values())
 
 
 @every_simulated_device

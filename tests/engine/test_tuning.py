@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.memory.arena import SPAN_NBYTES
 from reknit.engine.memory.tuning import PIECES, THREADS, Settings, Tuner
 from reknit.errors import UsageError
-from reknit.format.checksum import BLOCK_NBYTES
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,13 +57,6 @@ def test_where_all_are_equally_fast_one_thread_with_small_pieces_is_kept() -> No
     assert tuner.settings == Settings(1, PIECES[0])
 
 
-def test_fewer_threads_count_more_than_smaller_pieces() -> None:
-    rates = {Settings(1, 32 * MIB): 0.97e9, Settings(2, 4 * MIB): 1e9}
-    tuner = Tuner(share=2)
-    tune(tuner, lambda settings: rates.get(settings, 5e8))
-    assert tuner.settings == Settings(1, 32 * MIB)
-
-
 def test_a_gain_that_is_worth_its_threads_is_taken() -> None:
     tuner = Tuner(share=4)
     tune(tuner, lambda settings: settings.threads * (2e8 if settings.piece_nbytes >= 16 * MIB else 1e8))
@@ -82,32 +74,6 @@ def test_two_threads_are_tried_where_the_share_of_the_cores_is_one_and_four_only
         assert {threads for threads, _ in Tuner(share=share).candidates} == expected
 
 
-def test_the_first_candidate_is_what_untuned_saves_use() -> None:
-    tuner = Tuner(share=2)
-    assert tuner.settings == tuner.best == Settings(2, 8 * MIB)
-
-
-def test_a_tuner_that_is_half_done_writes_with_the_best_so_far() -> None:
-    tuner = Tuner(share=2)
-    tuner.observe(tuner.settings, 1000, 10.0)
-    fast = tuner.settings
-    tuner.observe(fast, 1000, 1.0)
-    assert tuner.measuring
-    assert tuner.best == fast != tuner.settings
-
-
-def test_a_time_for_settings_that_are_no_candidate_changes_nothing() -> None:
-    tuner = Tuner(share=2)
-    assert tuner.observe(Settings(9, 4 * MIB), 1000, 1e-6) == tuner.settings
-    assert tuner.best == Settings(2, 8 * MIB)
-
-
-def test_a_clock_that_did_not_move_is_no_division_by_zero() -> None:
-    tuner = Tuner(share=1)
-    tuner.observe(tuner.settings, 1000, 0.0)
-    assert tuner.best == Settings(1, 8 * MIB)
-
-
 @given(share=st.integers(1, 4), window=st.integers(1, 1 << 30))
 def test_a_window_gives_every_thread_several_pieces(share: int, window: int) -> None:
     tuner = Tuner(share=share, window_nbytes=window)
@@ -117,14 +83,8 @@ def test_a_window_gives_every_thread_several_pieces(share: int, window: int) -> 
         tuner.observe(tuner.settings, 1, 1.0)
 
 
-def test_pieces_hold_whole_blocks_and_windows_whole_spans_of_an_arena() -> None:
-    assert PIECES[-1] == SPAN_NBYTES
-    for piece in PIECES:
-        assert piece % BLOCK_NBYTES == 0
-        assert PIECES[-1] % piece == 0
-
-
-@pytest.mark.parametrize("wrong", [{"threads": 0}, {"piece_nbytes": 12 * MIB}, {"piece_nbytes": 0}])
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError):
-        Tuner(**wrong)
+def test_settings_that_make_no_sense_are_refused() -> None:
+    cases: list[dict[str, int]] = [{"threads": 0}, {"piece_nbytes": 12 * MIB}, {"piece_nbytes": 0}]
+    for wrong in one_by_one(cases):
+        with pytest.raises(UsageError):
+            Tuner(**wrong)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import reknit
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,12 +85,10 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Ended]:
     return found
 
 
-@pytest.mark.parametrize("name", ["at its last line", "by sys.exit(0)", "after close"])
-def test_a_script_that_asks_for_no_result_fails_with_the_error_of_its_save(
-    ends: Mapping[str, Ended], name: str
-) -> None:
-    assert ends[name][:2] == (120, OUT)
-    assert "file/one, which failed: StorageNotFoundError" in ends[name].said
+def test_a_script_that_asks_for_no_result_fails_with_the_error_of_its_save(ends: Mapping[str, Ended]) -> None:
+    for name in one_by_one(["at its last line", "by sys.exit(0)", "after close"]):
+        assert ends[name][:2] == (120, OUT)
+        assert "file/one, which failed: StorageNotFoundError" in ends[name].said
 
 
 def test_each_failed_save_is_said(ends: Mapping[str, Ended]) -> None:
@@ -99,25 +98,21 @@ def test_each_failed_save_is_said(ends: Mapping[str, Ended]) -> None:
     assert said.index("file/one") < said.index("file/two")
 
 
-@pytest.mark.parametrize(("name", "status"), [("by an exception", 1), ("by Ctrl-C", -signal.SIGINT)])
-def test_another_failure_keeps_its_status_and_that_of_the_save_is_said(
-    ends: Mapping[str, Ended], name: str, status: int
-) -> None:
-    assert ends[name][:2] == (status, OUT)
-    assert "file/one, which failed: StorageNotFoundError" in ends[name].said
+def test_another_failure_keeps_its_status_and_that_of_the_save_is_said(ends: Mapping[str, Ended]) -> None:
+    for name, status in one_by_one([("by an exception", 1), ("by Ctrl-C", -signal.SIGINT)]):
+        assert ends[name][:2] == (status, OUT)
+        assert "file/one, which failed: StorageNotFoundError" in ends[name].said
 
 
 def test_a_process_without_standard_error_has_the_status_alone(ends: Mapping[str, Ended]) -> None:
     assert ends["without standard error"] == (120, OUT, "")
 
 
-@pytest.mark.parametrize(
-    "name", ["after a result", "after the next save has raised it", "with options that only warn"]
-)
-def test_a_failure_that_was_raised_or_only_warns_is_not_said_again(
-    ends: Mapping[str, Ended], name: str
-) -> None:
-    assert ends[name] == (0, OUT, "")
+def test_a_failure_that_was_raised_or_only_warns_is_not_said_again(ends: Mapping[str, Ended]) -> None:
+    for name in one_by_one(
+        ["after a result", "after the next save has raised it", "with options that only warn"]
+    ):
+        assert ends[name] == (0, OUT, "")
 
 
 def test_a_forked_process_says_its_own_failures_only(ends: Mapping[str, Ended]) -> None:

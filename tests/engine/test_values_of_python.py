@@ -35,6 +35,7 @@ import typing
 import uuid
 import zoneinfo
 from collections.abc import Mapping
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,7 @@ import torch.distributed.checkpoint as dcp
 
 import reknit
 from reknit.errors import FormatError
+from tests.running.cases import one_by_one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -201,8 +203,7 @@ def test_each_is_read_as_it_was_or_named_and_the_tensors_open(kind: str, tmp_pat
     assert "builtins.ValueError" in unread["error"]
 
 
-@pytest.mark.parametrize("kind", ["2", "4", "DCP"])
-@pytest.mark.parametrize("num", [0, 1, 3])
+@pytest.mark.parametrize(("kind", "num"), [("2", 1), ("4", 3), ("DCP", 3)])
 def test_values_of_one_class_are_named_each(kind: str, num: int, tmp_path: pathlib.Path) -> None:
     path = saved(tmp_path / "odd.pt", kind, {"first": 1} | {f"a{n}": Old() for n in range(num)})
     with reknit.open(path) as checkpoint:
@@ -211,21 +212,23 @@ def test_values_of_one_class_are_named_each(kind: str, num: int, tmp_path: pathl
         assert [entry.name for entry in checkpoint.manifest.other.unread] == [f"odd/a{n}" for n in range(num)]
 
 
-@pytest.mark.parametrize("kind", ["2", "4", "DCP"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(Made(os.getpid), id="a function of the system"),
-        pytest.param(Made(eval, "1"), id="an evaluation"),
-        pytest.param(Made(open, "/dev/null"), id="an open file"),
-        pytest.param(Made(functools.reduce, os.path.join, ["a", "b"]), id="a function within another"),
-        pytest.param([{"a": (Made(os.getpid),)}], id="deep in a value"),
-    ],
-)
-def test_a_call_of_a_function_of_python_closes_the_file(call: Any, kind: str, tmp_path: pathlib.Path) -> None:
-    path = saved(tmp_path / "odd.pt", kind, {"first": call})
-    with pytest.raises(FormatError, match=r"odd\.pt.* cannot be opened: a pickle needs "):
-        reknit.open(path)
+def test_a_call_of_a_function_of_python_closes_the_file(tmp_path: pathlib.Path) -> None:
+    for (call, kind), folder in one_by_one_in(
+        tmp_path,
+        product(
+            [
+                Made(os.getpid),
+                Made(eval, "1"),
+                Made(open, "/dev/null"),
+                Made(functools.reduce, os.path.join, ["a", "b"]),
+                [{"a": (Made(os.getpid),)}],
+            ],
+            ["2", "4", "DCP"],
+        ),
+    ):
+        path = saved(folder / "odd.pt", kind, {"first": call})
+        with pytest.raises(FormatError, match=r"odd\.pt.* cannot be opened: a pickle needs "):
+            reknit.open(path)
 
 
 def test_one_value_at_very_many_places_is_refused(tmp_path: pathlib.Path) -> None:

@@ -90,37 +90,6 @@ def test_an_error_of_what_the_caller_does_meanwhile_stops_the_workers(threads: i
     assert threads == 1 or len(done) < 99
 
 
-def test_the_first_error_stops_the_others_and_reaches_the_caller() -> None:
-    started: list[int] = []
-
-    def work(job: int, arena: Arena) -> None:
-        started.append(job)
-        if job == 3:
-            raise StorageError("the disk is on fire")
-
-    with pytest.raises(StorageError, match="on fire"):
-        run_jobs(range(10_000), work, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20)
-    assert len(started) < 10_000
-    assert not [t for t in threading.enumerate() if t.name.startswith("reknit-worker")]
-
-
-def test_an_error_in_the_source_of_jobs_reaches_the_caller() -> None:
-    def jobs() -> object:
-        yield 1
-        raise StorageError("no more")
-
-    with pytest.raises(StorageError, match="no more"):
-        run_jobs(jobs(), lambda job, arena: None, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20)  # type: ignore[arg-type]
-
-
-def test_no_jobs_are_no_special_case() -> None:
-    run_jobs([], lambda job, arena: None, threads=4, arena_nbytes=4096, budget_nbytes=1 << 20)
-
-
-def no_worker_lives() -> bool:
-    return not [t for t in threading.enumerate() if t.name.startswith("reknit-worker")]
-
-
 def test_a_job_that_never_ends_does_not_hold_the_caller_and_gets_no_further_job() -> None:
     hang, ended = threading.Event(), threading.Event()
     done: list[int] = []
@@ -157,20 +126,6 @@ def test_a_job_that_never_ends_does_not_hold_the_caller_and_gets_no_further_job(
     assert 99 not in done
 
 
-def test_with_time_enough_nothing_is_late() -> None:
-    done: list[int] = []
-    run_jobs(
-        range(50),
-        lambda job, arena: done.append(job),
-        threads=2,
-        arena_nbytes=4096,
-        budget_nbytes=1 << 20,
-        timeout_s=60,
-    )
-    assert sorted(done) == list(range(50))
-    assert no_worker_lives()
-
-
 def test_an_error_is_not_hidden_by_another_job_that_hangs() -> None:
     hang = threading.Event()
 
@@ -183,26 +138,6 @@ def test_an_error_is_not_hidden_by_another_job_that_hangs() -> None:
     with pytest.raises(StorageError, match="on fire"):
         run_jobs([0, 1], work, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20, timeout_s=0.5)
     hang.set()
-
-
-def test_stop_is_called_with_the_error_while_other_jobs_still_wait() -> None:
-    stopped = threading.Event()
-
-    def work(job: int, arena: Arena) -> None:
-        if job == 0:
-            assert stopped.wait(60)
-        else:
-            raise StorageError("the disk is on fire")
-
-    errors: list[BaseException] = []
-
-    def stop(error: BaseException) -> None:
-        errors.append(error)
-        stopped.set()
-
-    with pytest.raises(StorageError) as caught:
-        run_jobs([0, 1], work, threads=2, arena_nbytes=4096, budget_nbytes=1 << 20, stop=stop)
-    assert errors == [caught.value]
 
 
 def test_a_gate_closes_when_nobody_is_inside_and_then_for_good() -> None:

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import reknit
 from reknit.engine.memory.arena import Arena
 from reknit.engine.memory.file_image import Entries, Image, live, staged
 from reknit.engine.memory.sources import Sources
@@ -16,8 +15,8 @@ from reknit.engine.memory.transfer import Transfer
 from reknit.engine.memory.tuning import PIECES, Settings, Tuner
 from reknit.engine.outgoing import Outgoing
 from reknit.engine.saving.write import write_files
-from reknit.engine.small_files import Written, discard, write_bytes
-from reknit.errors import ReknitError, StorageError, StorageFullError, UsageError
+from reknit.engine.small_files import Written, write_bytes
+from reknit.errors import ReknitError, StorageError, UsageError
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
 from reknit.monitor.phase import Recorder
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -28,11 +27,10 @@ from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from reknit.storage.base import Storage, Writer
+    from reknit.storage.base import Storage
 
 MIB = 1 << 20
 SMALL = 4 * MIB
@@ -119,87 +117,6 @@ def test_files_of_any_size_arrive_whole_with_the_digests_of_their_blocks(
     ProcessMemory.clear("any")
 
 
-def test_pieces_are_fetched_in_the_order_of_the_files(storage: ProcessMemory) -> None:
-    memory = Memory([10 * MIB, 3, 34 * MIB])
-    write_files(
-        storage, memory.files, memory.fetch, tuner=fixed(1, 16 * MIB), recorder=Recorder("save", rank=3)
-    )
-    assert memory.fetched == [
-        (0, 0, 10 * MIB),
-        (1, 0, 3),
-        (2, 0, 16 * MIB),
-        (2, 16 * MIB, 16 * MIB),
-        (2, 32 * MIB, 2 * MIB),
-    ]
-
-
-def test_what_has_few_blocks_is_written_without_another_thread(storage: ProcessMemory) -> None:
-    memory, fetchers = Memory([3 * MIB, 0, 4 * MIB]), set()
-
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        fetchers.add(threading.current_thread())
-        return memory.fetch(file, start, nbytes, arena)
-
-    write_files(storage, memory.files, fetch, tuner=Tuner(threads=2), recorder=Recorder("save"))
-    assert fetchers == {threading.current_thread()}
-    assert all(content(storage, f"files/{k}") == memory.bytes_of(k) for k in range(3))
-
-
-def test_what_has_some_blocks_is_copied_while_it_is_written(storage: ProcessMemory) -> None:
-    memory, pieces, both = Memory([10 * MIB]), list[int](), threading.Barrier(2)
-
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        if start < 8 * MIB:
-            both.wait(30)
-        pieces.append(nbytes)
-        return memory.fetch(file, start, nbytes, arena)
-
-    write_files(storage, memory.files, fetch, tuner=fixed(2, 4 * MIB), recorder=Recorder("save"))
-    assert sorted(pieces) == [2 * MIB, 4 * MIB, 4 * MIB]
-    assert content(storage, "files/0") == memory.bytes_of(0)
-
-
-@pytest.mark.parametrize(("mib", "piece"), [(10, 4 * MIB), (16, 8 * MIB)])  # and the header
-def test_a_save_of_little_takes_less_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, piece: int
-) -> None:
-    taken = list[int]()
-
-    def noting(*args: Any, tuner: Tuner, **options: Any) -> list[Written]:
-        taken.append(tuner.best.piece_nbytes)
-        return write_files(*args, tuner=tuner, **options)
-
-    monkeypatch.setattr("reknit.engine.saving.save.write_files", noting)
-    reknit.save(tmp_path / "ck", {"model": {"weight": np.zeros(mib * MIB, np.uint8)}})
-    assert taken == [piece]
-
-
-def test_digests_are_of_the_memory_before_its_bytes_go_anywhere(storage: ProcessMemory) -> None:
-    scratch = np.array(BYTES[: 6 * MIB])
-
-    class Spoiling(ProcessMemory):
-        def create(self, path: str, nbytes: int) -> Writer:  # type: ignore[override]
-            writer = super().create(path, nbytes)
-            real = writer.write
-
-            def write(start: int, data: memoryview) -> None:
-                np.frombuffer(data, np.uint8)[:] ^= 0xFF
-                real(start, data)
-
-            writer.write = write  # type: ignore[method-assign]
-            return writer
-
-    (file,) = write_files(
-        Spoiling("write"),
-        [Outgoing("x", len(scratch))],
-        lambda _, start, nbytes, __: scratch[start : start + nbytes],
-        tuner=fixed(),
-        recorder=Recorder("save"),
-    )
-    assert file.digests.tolist() == block_digests(BYTES[: 6 * MIB])
-    assert content(storage, "x") != BYTES[: 6 * MIB].tobytes()
-
-
 def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
     storage: ProcessMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,94 +174,6 @@ def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finish
 # Memory that another thread fills
 
 
-class Ring:
-    """Memory for one span, filled by another thread in the order of the files, span after span."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.slot = np.empty(PIECES[-1], np.uint8)
-        self.holds: tuple[int, int] | None = None
-        self.to_write = 0
-        self.error: BaseException | None = None
-        self.changed = threading.Condition()
-        self.thread = threading.Thread(target=self.fill, daemon=True)
-
-    def fill(self) -> None:
-        for file, nbytes in enumerate(self.memory.sizes):
-            for start in range(0, nbytes, len(self.slot)):
-                with self.changed:
-                    assert self.changed.wait_for(lambda: not self.to_write or self.error, 60)
-                    if self.error:
-                        return
-                    part = BYTES[self.memory.begin[file] + start :][: min(len(self.slot), nbytes - start)]
-                    self.slot[: len(part)] = part
-                    self.holds, self.to_write = (file, start), len(part)
-                    self.changed.notify_all()
-
-    def fetch(self, file: int, start: int, nbytes: int, _: Arena) -> NDArray[np.uint8]:
-        span = start // len(self.slot) * len(self.slot)
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.holds == (file, span) or self.error, 60)
-            if self.error:
-                raise self.error
-            return self.slot[start - span :][:nbytes]
-
-    def written(self, file: int, start: int, nbytes: int) -> None:
-        with self.changed:
-            self.to_write -= nbytes
-            self.changed.notify_all()
-
-    def failed(self, error: BaseException) -> None:
-        with self.changed:
-            self.error = self.error or error
-            self.changed.notify_all()
-
-
-@pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("tuned", [False, True])
-def test_a_ring_of_one_span_is_enough_for_any_number_of_threads(
-    storage: ProcessMemory, threads: int, tuned: bool
-) -> None:
-    memory = Memory([35 * MIB, 1, 40 * MIB])
-    ring = Ring(memory)
-    ring.thread.start()
-    tuner = Tuner(threads=threads, window_nbytes=1) if tuned else fixed(threads)
-    write_files(
-        storage,
-        memory.files,
-        ring.fetch,
-        tuner=tuner,
-        recorder=Recorder("save"),
-        written=ring.written,
-        failed=ring.failed,
-    )
-    ring.thread.join()
-    for number, file in enumerate(memory.files):
-        assert content(storage, file.path) == memory.bytes_of(number)
-
-
-def test_a_write_that_fails_wakes_those_who_wait_for_bytes_that_will_never_come() -> None:
-    ProcessMemory.clear("ring")
-    faulty = FaultyStorage(ProcessMemory("ring"), plan=[Fault("full", 2, "write")])
-    memory = Memory([80 * MIB])
-    ring = Ring(memory)
-    ring.thread.start()
-    with pytest.raises(StorageFullError) as caught:
-        write_files(
-            faulty,
-            memory.files,
-            ring.fetch,
-            tuner=fixed(4, 32 * MIB),
-            recorder=Recorder("save", rank=5),
-            written=ring.written,
-            failed=ring.failed,
-        )
-    ring.thread.join()
-    assert (caught.value.rank, caught.value.phase, caught.value.path) == (5, "write", "files/0")
-    assert list(faulty.list()) == []
-    ProcessMemory.clear("ring")
-
-
 def test_a_trainer_that_gives_up_leaves_no_file_behind(storage: ProcessMemory) -> None:
     memory = Memory([5 * MIB, 20 * MIB, 5 * MIB])
 
@@ -366,8 +195,7 @@ def test_a_trainer_that_gives_up_leaves_no_file_behind(storage: ProcessMemory) -
 # Errors of the store
 
 
-@pytest.mark.parametrize("operation", ["create", "write", "finish"])
-@pytest.mark.parametrize("kind", ["error", "short", "lost"])
+@pytest.mark.parametrize(("operation", "kind"), [("create", "error"), ("write", "short"), ("finish", "lost")])
 def test_whatever_fails_no_file_is_left_and_the_error_says_where(
     storage: ProcessMemory, operation: str, kind: str
 ) -> None:
@@ -391,15 +219,6 @@ def failure(storage: Storage, memory: Memory) -> ReknitError | None:
     except ReknitError as error:
         return error
     return None
-
-
-def test_a_store_that_says_nothing_of_the_place_is_signed_with_the_file(storage: ProcessMemory) -> None:
-    storage.create("files/1", 1)
-    memory = Memory([5, 5])
-    error = failure(storage, memory)
-    assert error is not None
-    assert error.path == "process://write/files/1"
-    assert list(storage.list()) == []
 
 
 # Measuring
@@ -436,25 +255,6 @@ def test_a_first_save_measures_window_by_window_and_writes_the_rest_with_the_bes
     assert all(seconds > 0 for _, seconds in seen)
     assert content(storage, "files/0") == memory.bytes_of(0)
     assert file.digests.tolist() == block_digests(memory.bytes_of(0))
-
-
-def test_a_save_smaller_than_a_window_measures_nothing(storage: ProcessMemory) -> None:
-    tuner = with_two_candidates(window_nbytes=40 * MIB)
-    before = tuner.settings
-    memory = Memory([20 * MIB, 19 * MIB])
-    copy_files(storage, memory, tuner)
-    assert tuner.measuring
-    assert tuner.settings == before
-
-
-def test_a_later_save_goes_on_measuring_where_the_first_one_ended(storage: ProcessMemory) -> None:
-    tuner = with_two_candidates()
-    memory = Memory([33 * MIB])
-    copy_files(storage, memory, tuner)
-    assert tuner.settings == tuner.candidates[1]
-    discard(storage, "files/0")
-    copy_files(storage, memory, tuner)
-    assert not tuner.measuring
 
 
 @pytest.mark.parametrize(("phase", "counts"), [("wait", False), ("stage", True)])
@@ -541,10 +341,6 @@ def test_a_range_of_an_image_lies_in_live_memory_or_is_copied_and_is_the_same(
     assert [np.shares_memory(found, array) for array in (vector, matrix)] == [
         any(array is one for one in memory) for array in (vector, matrix)
     ]
-
-
-def test_no_images_are_no_special_case(storage: ProcessMemory) -> None:
-    assert write_images(storage, [], Recorder("save")) == []
 
 
 def test_bytes_are_written_whole_or_not_at_all(storage: ProcessMemory) -> None:
