@@ -349,15 +349,24 @@ def test_an_installed_framework_is_found_and_loaded_once(
     ],
 )
 @pytest.mark.usefixtures("afterwards")
-def test_an_entry_point_that_cannot_be_loaded_is_an_error_that_names_its_distribution(
-    module: str, entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_objects_of_a_framework_that_cannot_be_loaded_are_refused_and_no_others(
+    module: str,
+    entry: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     install(tmp_path, monkeypatch, module, entry)
+    sack = type("Sack", (), {"__module__": "acme_bags", "state_dict": dict})()
     for _ in range(2):
+        assert len(collect({"n": 1}, 0, 1).blobs) == 1
         with pytest.raises(UsageError, match=message) as caught:
-            collect({"n": 1}, 0, 1)
-        assert "acme-bags" in str(caught.value)
-        assert caught.value.remedy
+            collect({"sack": sack}, 0, 1)
+        assert "the distribution acme-bags brings 'bags'" in str(caught.value)
+        assert caught.value.remedy == "correct or uninstall acme-bags"
+    (line,) = caplog.messages
+    assert "acme-bags" in line
 
 
 def test_a_box_of_a_rank_is_told_its_place_in_the_world() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from reknit import plugins
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
 from reknit.storage import registry
 from reknit.storage.local.memory import MemoryStorage
@@ -212,10 +213,10 @@ def test_an_object_store_without_its_client_says_how_to_get_it(
 def test_entry_points_are_not_looked_up_for_known_schemes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lookup(**_: str) -> None:
+    def lookup(_: str) -> None:
         raise AssertionError("nobody asked for an unknown scheme")
 
-    monkeypatch.setattr(registry, "entry_points", lookup)
+    monkeypatch.setattr(plugins, "installed", lookup)
     open_storage(tmp_path)
     open_storage("mem://x")
     with pytest.raises(AssertionError):
