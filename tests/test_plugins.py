@@ -8,10 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import reknit
 from reknit import plugins
-from reknit.errors import MissingExtraError
+from reknit.errors import CheckpointNotFoundError, MissingExtraError
 from tests.way.house import is_plugin
 
 tomllib: Any = pytest.importorskip("tomllib")
@@ -66,3 +68,51 @@ def test_a_first_save_and_load_bring_no_plug_in(torch: bool, tmp_path: Path) -> 
     folders = [path for path in paths if (ROOT / "src/reknit" / path).is_dir()]
     found = [f"{path}/" if path in folders else f"{path}.py" for path in paths]
     assert [path for path in found if is_plugin(path)] == []
+
+
+def install(folder: Path, name: str, group: str, key: str, target: str) -> None:
+    """Write the metadata of an installed distribution with an entry point."""
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{key} = {target}\n")
+
+
+def test_an_entry_point_with_a_name_of_reknit_is_ignored_with_an_error_that_names_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, "acme", "reknit.commands", "ls", "acme:ls")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "ls" not in plugins.installed("reknit.commands")
+    assert plugins.find("reknit.commands", "ls").__name__ == "reknit.cli.ls"
+    (line,) = caplog.messages
+    assert line == (
+        "the distribution acme brings 'ls' (acme:ls) to reknit.commands, which is a name of reknit, "
+        "and is ignored"
+    )
+
+
+def test_of_two_distributions_with_one_name_the_first_is_used_and_the_other_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("acme", "zenith"):
+        install(tmp_path / name, name, "reknit.storage", "vault", f"{name}:open")
+        monkeypatch.syspath_prepend(tmp_path / name)
+    assert plugins.installed("reknit.storage")["vault"].value == "zenith:open"
+    (line,) = caplog.messages
+    assert "the distribution acme brings 'vault'" in line
+    assert "as the distribution zenith does" in line
+
+
+def test_a_format_that_cannot_be_loaded_is_named_and_other_paths_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path / "site", "acme", "reknit.formats", "Acme", "acme_of_nobody:Acme")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    np.save(tmp_path / "a.npy", np.arange(3))
+    with reknit.open(tmp_path / "a.npy") as checkpoint:
+        assert checkpoint.tensors["model"]["array"].shape == (3,)
+    with pytest.raises(CheckpointNotFoundError):
+        reknit.open(tmp_path / "site")
+    (line,) = {message for message in caplog.messages if "acme" in message}
+    assert "the distribution acme brings 'Acme'" in line

@@ -193,6 +193,21 @@ def test_an_installed_package_that_is_broken_is_named(
         open_storage("broken://x")
 
 
+@pytest.mark.parametrize("what", ["3", "open_nothing"])
+def test_an_installed_package_that_returns_no_store_is_named(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = f"void{len(what)}"
+    install(tmp_path / "site", scheme, f"reknit_void_for_tests:{'made' if what == '3' else what}")
+    (tmp_path / "site" / "reknit_void_for_tests.py").write_text(
+        "made = 3\ndef open_nothing(url, durability):\n    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(UsageError, match=f"the distribution {scheme} brings {scheme!r}") as caught:
+        open_storage(f"{scheme}://x")
+    assert caught.value.remedy == f"correct or uninstall {scheme}"
+
+
 @pytest.mark.parametrize(
     ("python", "says"),
     [((3, 10), "run it with Python 3.11 or newer"), ((3, 11), r"pip install 'reknit\[gcs\]'")],
