@@ -176,7 +176,7 @@ def test_plug_ins_import_no_more_of_the_core_than_is_listed(graph: Any) -> None:
     used = {b for a in plugins for b in graph.find_modules_directly_imported_by(a) if b in core}
     others = {name for name in used if name not in OPEN and not name.startswith("reknit.plugins.")}
     listed = set(BORDER.read_text().split())
-    assert others - listed == set(), "export what they need in a module of reknit.plugins"
+    assert others - listed == set(), "export these names in a module of reknit.plugins"
     assert listed - others == set(), "nothing imports these any more: remove them from the list"
 
 

@@ -1,4 +1,4 @@
-"""The rows of `reknit.plugins`, and what a process has of them."""
+"""The rows of `reknit.plugins`, and the modules that a process imports for them."""
 
 from __future__ import annotations
 

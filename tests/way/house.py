@@ -56,7 +56,7 @@ def house() -> dict[str, int]:
 
 
 def is_plugin(path: str) -> bool:
-    """Return whether a module, by its path below the source, is no part of the core."""
+    """Return whether the module at a path below the source is outside the core."""
     return path.startswith(PLUGINS) and path not in OF_THE_CORE
 
 

@@ -58,7 +58,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         one.set_defaults(run=run_state, format=name)
     for name, made in installed().items():
         if callable(getattr(made, "export", None)):
-            one = formats.add_parser(name, help=f"what {name} reads", description=f"Write what {name} reads.")
+            one = formats.add_parser(
+                name, help=f"a checkpoint of {name}", description=f"Write a checkpoint of {name}."
+            )
             one.add_argument("path", metavar="SRC", help="a checkpoint: a folder or URL")
             one.add_argument("out", metavar="DST", help="the destination")
             one.set_defaults(run=run_installed, format=name)

@@ -1,4 +1,4 @@
-"""What a sink of events may import: the names in the stub beside this file."""
+"""The names that a sink of events may import; they are in the stub beside this file."""
 
 from reknit.plugins import exported
 

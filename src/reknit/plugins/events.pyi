@@ -1,4 +1,4 @@
-"""What a sink of events may import; `events.py` imports each name when it is used."""
+"""The names that a sink of events may import; `events.py` imports each one when it is used."""
 
 from reknit.locations import Sink as Sink
 from reknit.monitor.records import DroppedRecord as DroppedRecord

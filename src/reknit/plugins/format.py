@@ -1,4 +1,4 @@
-"""What the format of another program may import: the names in the stub beside this file."""
+"""The names that the format of another program may import; they are in the stub beside this file."""
 
 from reknit.plugins import exported
 

@@ -1,4 +1,4 @@
-"""What the format of another program may import; `format.py` imports each name when it is used."""
+"""The names that the format of another program may import; `format.py` imports each one when it is used."""
 
 from reknit.engine.foreign.entries import ForeignEntries as ForeignEntries
 from reknit.storage.base import HasFolderAbove as HasFolderAbove

@@ -1,4 +1,4 @@
-"""What the adapter for the objects of a framework may import: the names in the stub beside this file."""
+"""The names that the adapter of a framework may import; they are in the stub beside this file."""
 
 from reknit.plugins import exported
 

@@ -1,4 +1,4 @@
-"""What an adapter of a framework may import; `framework.py` imports each name when it is used."""
+"""The names that the adapter of a framework may import; `framework.py` imports each one when it is used."""
 
 from reknit.frameworks.custom import CustomFramework as CustomFramework
 from reknit.frameworks.custom import Held as Held

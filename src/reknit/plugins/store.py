@@ -1,4 +1,4 @@
-"""What a store may import: the names in the stub beside this file."""
+"""The names that a store may import; they are in the stub beside this file."""
 
 from reknit.plugins import exported
 

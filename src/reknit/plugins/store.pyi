@@ -1,4 +1,4 @@
-"""What a store may import; `store.py` imports each name when it is used."""
+"""The names that a store may import; `store.py` imports each one when it is used."""
 
 from reknit.storage.base import CommitsLate as CommitsLate
 from reknit.storage.base import Dated as Dated

@@ -1,4 +1,4 @@
-"""What a replacement for the checkpoints of a trainer may import: the names in the stub beside this file."""
+"""The names that checkpoints of a trainer may import; they are in the stub beside this file."""
 
 from reknit.plugins import exported
 

@@ -1,4 +1,4 @@
-"""What checkpoints of a trainer may import; `trainer.py` imports each name when it is used."""
+"""The names that checkpoints of a trainer may import; `trainer.py` imports each one when it is used."""
 
 from reknit.engine.stored.steps import step_name as step_name
 from reknit.frameworks.per_rank import RngState as RngState

@@ -19,7 +19,7 @@ _PROTOCOL = re.compile(r"[a-z]+")
 
 
 def factory_of(scheme: str) -> Callable[[str, Durability], Storage] | None:
-    """Return the function that opens URLs of a protocol; None without fsspec, or if it does not know it.
+    """Return the function that opens URLs of a protocol; None without fsspec, or for an unknown one.
 
     Raises `MissingExtraError` if the package that serves the protocol is not installed.
     """

@@ -1,6 +1,6 @@
 """The formats of other programs: is there a checkpoint of one at a path, or below it, and what is in it?
 
-Those of reknit's rows are recognised by their first bytes, and before those that other distributions bring.
+The formats of reknit's rows are recognised by first bytes, and before the formats of other distributions.
 """
 
 from __future__ import annotations

@@ -29,12 +29,12 @@ _MOST_NAMED = 3
 
 
 def formats() -> Any:
-    """Return the module that recognises what other programs have saved."""
+    """Return the module that recognises the checkpoints of other programs."""
     return plugins.find("reknit.formats", plugins.ANY)
 
 
 def opener() -> Any:
-    """Return the module that opens what other programs have saved."""
+    """Return the module that opens the checkpoints of other programs."""
     return plugins.find("reknit.formats", "any-read")
 
 

@@ -1,4 +1,4 @@
-"""What another program saved: its format, and the entries in it that reknit cannot read."""
+"""The files of another program: their format, and the entries that reknit cannot read."""
 
 from __future__ import annotations
 
