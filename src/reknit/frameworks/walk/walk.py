@@ -192,8 +192,9 @@ class OnMatch:
     def __init__(self, row: Framework) -> None:
         self._row = row
         self._made: tuple[Any, ...] | None = None
-        places = (place.partition(":") for place in row.classes)
-        self._kinds = tuple(getattr(sys.modules.get(module), name, ()) for module, _, name in places)
+        self._kinds: tuple[Any, ...] = ()
+        for module, _, name in [place.partition(":") for place in row.classes]:
+            self._kinds += (getattr(sys.modules.get(module), name, ()),)
 
     def matches(self, value: Any) -> bool:
         """Return whether one of the adapters matches."""
