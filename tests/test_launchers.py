@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import reknit
-from reknit import environment, ranks
+from reknit import environment, plugins, ranks
 from reknit.errors import UsageError
 from tests.ports import free_port
 
@@ -108,7 +108,7 @@ def test_the_call_that_is_missing_is_that_of_the_framework_in_use(monkeypatch: p
         (("torch", "jax"), {"SLURM_NTASKS": "2"}, f"call {INIT} or {JAX_INIT} before"),
         (("torch",), {"JAX_NUM_PROCESSES": "2"}, f"call {JAX_INIT} before"),
     ]
-    monkeypatch.setattr(ranks, "jax_job", SimpleNamespace(current_job=lambda: None))
+    monkeypatch.setitem(plugins.ROWS, "reknit.jobs", {})
     monkeypatch.setattr(ranks, "current_job", lambda: None)
     for modules, variables, calls in cases:
         with monkeypatch.context() as patch:

@@ -17,10 +17,17 @@ from typing import Any
 
 import pytest
 
+from tests.way.house import is_plugin
+
 tomllib: Any = pytest.importorskip("tomllib")  # as import-linter, it needs Python 3.11
 import_linter = pytest.importorskip("importlinter.cli")
 
+grimp = pytest.importorskip("grimp")
+
 ROOT = Path(__file__).parents[1]
+BORDER = ROOT / "tests/border.txt"
+OPEN = ("reknit", "reknit.errors", "reknit.options", "reknit.keywords", "reknit.locations", "reknit.plugins")
+"""The modules of the core, with those below them, that plug-ins may import."""
 SOURCES = ROOT / "src/reknit"
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 LIBRARIES = ("torch", "jax", "grpc")
@@ -133,13 +140,50 @@ def test_every_import_keeps_the_rules_of_the_page(tmp_path: Path) -> None:
         ("| 11 | `types` | only `errors` |\n", ""),  # a package without a row
         ("| 7 | `engine` |", "| 8 | `engine` |"),
         ("| 9 | `storage` | `monitor` |", "| 9 | `storage` | |"),
-        ("| `engine` | `comm.group`, `storage.derived_paths`, `storage.tensor_store` |\n", ""),
+        ("`storage.tensor_store`, `storage.wrappers.derived` |\n", "`storage.tensor_store` |\n"),
         ("| `torch` | `frameworks/`, ", "| `torch` | "),
     ],
 )
 def test_a_breach_is_noticed(rule: str, broken: str, tmp_path: Path) -> None:
     assert PAGE.count(rule) == 1
     assert breaches(PAGE.replace(rule, broken), tmp_path) != 0
+
+
+@pytest.fixture(scope="module")
+def graph() -> Any:
+    return grimp.build_graph("reknit", cache_dir=None)
+
+
+def sides(graph: Any) -> tuple[set[str], set[str]]:
+    """Return the modules of the core, and those of plug-ins."""
+    plugins = set()
+    for name in graph.modules:
+        path = name.partition(".")[2].replace(".", "/")
+        if is_plugin(f"{path}/" if (SOURCES / path).is_dir() else f"{path}.py"):
+            plugins.add(name)
+    return graph.modules - plugins, plugins
+
+
+def test_the_core_imports_no_plug_in_but_for_the_start_of_the_command(graph: Any) -> None:
+    core, plugins = sides(graph)
+    assert plugins
+    crossing = {(a, b) for a in core for b in graph.find_modules_directly_imported_by(a) if b in plugins}
+    assert crossing == {("reknit.__main__", "reknit.cli.main")}
+
+
+def test_plug_ins_import_no_more_of_the_core_than_is_listed(graph: Any) -> None:
+    core, plugins = sides(graph)
+    used = {b for a in plugins for b in graph.find_modules_directly_imported_by(a) if b in core}
+    others = {name for name in used if name not in OPEN and not name.startswith("reknit.plugins.")}
+    listed = set(BORDER.read_text().split())
+    assert others - listed == set(), "export these names in a module of reknit.plugins"
+    assert listed - others == set(), "nothing imports these any more: remove them from the list"
+
+
+def test_the_core_imports_no_interface_for_plug_ins(graph: Any) -> None:
+    core, _ = sides(graph)
+    used = {b for a in core for b in graph.find_modules_directly_imported_by(a)}
+    assert {name for name in used if name.startswith("reknit.plugins.")} == set()
 
 
 def test_a_library_is_looked_up_only_where_it_may_be_imported(tree: dict[str, str]) -> None:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from reknit import forks
+from reknit import forks, plugins
 from reknit.comm.group import SoloGroup, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.quiet import quietly
 from reknit.comm.round_errors import forked
 from reknit.environment import launch, store_token
 from reknit.errors import UsageError
-from reknit.frameworks.jax import jax_job
-from reknit.frameworks.jax.jax_job import coordination_store
 from reknit.frameworks.torch.carrier import TorchCarrier
 from reknit.frameworks.torch.torch_job import TorchStore, current_job, subgroup_job
 from reknit.keywords import checked_call, is_text
@@ -100,13 +98,12 @@ def acting(group: AnyGroup | None, options: CommOptions) -> Ranks:
         return Ranks(_alone_as(options.generation), None, None)
     if group is not None and hasattr(group, "give"):
         return Ranks(cast("Group", group), None, None)
-    of_jax = jax_job.current_job() if group is None else None
-    job = _of_all(current_job(), of_jax) if group is None else subgroup_job(group)
+    job = _of_all() if group is None else subgroup_job(group)
     if job is None:
         _check_launch()
     if job is None or job.size == 1:
         return Ranks(_alone_as(options.generation), None if job is None else job.ranks, None)
-    carrier = None if job is of_jax else partial(TorchCarrier, weakref.ref(job.identity))
+    carrier = partial(TorchCarrier, weakref.ref(job.identity)) if isinstance(job.store, TorchStore) else None
     return Ranks(_joined(job, options), job.ranks, carrier)
 
 
@@ -128,25 +125,34 @@ def _check_launch() -> None:
 
 
 def own_rank() -> int:
-    """Return the rank of this process in the job of torch or JAX, else 0, without any message."""
-    job = current_job() or jax_job.current_job()
+    """Return the rank of this process in the job of torch or another library, else 0, without any message."""
+    job = current_job() or next(iter(_other_jobs().values()), None)
     return 0 if job is None else job.rank
 
 
-def _of_all(of_torch: TrainingJob | None, of_jax: TrainingJob | None) -> TrainingJob | None:
-    """Return the job to act in: torch's where both are jobs of the same processes.
+def _other_jobs() -> dict[str, TrainingJob]:
+    """Return the jobs of libraries other than torch that connect this process, by library."""
+    found = plugins.present("reknit.jobs")
+    return {name: job for name, current in found if (job := current()) is not None} if found else {}
 
-    Raises `UsageError` where they are not.
+
+def _of_all() -> TrainingJob | None:
+    """Return the job to act in: torch's where several libraries have jobs of the same processes.
+
+    Raises `UsageError` where the processes differ.
     """
-    if of_torch is None or of_jax is None:
-        return of_torch or of_jax
-    if (of_torch.rank, of_torch.size) != (of_jax.rank, of_jax.size):
-        raise UsageError(
-            f"this process is rank {of_torch.rank} of {of_torch.size} for torch.distributed and process "
-            f"{of_jax.rank} of {of_jax.size} for jax.distributed",
-            remedy="give both the same numbers, or pass group=reknit.connect(rank, size, at=...)",
-        )
-    return of_torch
+    jobs = _other_jobs() if (of_torch := current_job()) is None else {"torch": of_torch, **_other_jobs()}
+    if not jobs:
+        return None
+    (first, job), *others = jobs.items()
+    for name, other in others:
+        if (job.rank, job.size) != (other.rank, other.size):
+            raise UsageError(
+                f"this process is rank {job.rank} of {job.size} for {first}.distributed and process "
+                f"{other.rank} of {other.size} for {name}.distributed",
+                remedy="give both the same numbers, or pass group=reknit.connect(rank, size, at=...)",
+            )
+    return job
 
 
 def _joined(job: TrainingJob, options: CommOptions) -> Group:
@@ -234,13 +240,13 @@ def _meeting_store(
         return _addressed(at, rank, size, options, token=token, last=last)
     if token is not None:
         raise UsageError("a token is for at='tcp://host:port' only")
-    if colon and scheme.lower() == "jax":
-        return coordination_store("reknit/connect")
     if colon and scheme.lower() == "file":
         parts = urlsplit(at)
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise UsageError(f"{at!r} names no folder of this host", remedy="write file:///path/of/folder")
         return FolderStore(url2pathname(parts.path))
+    if colon and (meeting := plugins.find("reknit.jobs", f"{scheme.lower()}://", f"at={at!r}")) is not None:
+        return cast("Store", meeting("reknit/connect"))
     if not colon and isinstance(at, (str, os.PathLike)) and os.fspath(at):
         return FolderStore(at)
     if hasattr(at, "wait") and hasattr(at, "check"):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import reknit
+from reknit.cli.main import main
 from reknit.cli import ls
 from reknit.cli.main import exit_code, in_flags
 from tests.cli.command import damage
@@ -170,3 +171,30 @@ def test_a_terminal_that_lacks_a_letter_gets_it_escaped(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0
     assert "mod\\xe8le" in ran.stdout
+
+
+def test_a_command_imports_no_module_of_another_one(tmp_path: Path) -> None:
+    script = (
+        "import sys; from reknit.cli.main import main; main(['latest', sys.argv[1]]); "
+        "print(*(name for name in sys.modules if name.startswith('reknit.cli.')))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "reknit.cli.ls" in loaded
+    assert not {"reknit.cli.show", "reknit.cli.export", "reknit.cli.reports.report"} & set(loaded)
+
+
+def test_a_command_of_a_distribution_that_cannot_be_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = tmp_path / "acme-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[reknit.commands]\ncount = acme_of_nobody\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["count", "x"]) == 2
+    said = capsys.readouterr().err
+    assert "the distribution acme brings 'count' (acme_of_nobody) to reknit.commands" in said
+    assert "correct or uninstall acme" in said
+    assert main(["latest", str(tmp_path)]) == 3
+    assert "acme" not in capsys.readouterr().err.replace(str(tmp_path), "")

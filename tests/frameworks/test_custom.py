@@ -316,15 +316,24 @@ def test_an_installed_framework_is_found_and_loaded_once(
         ("class Sacks:\n    pass", "Sacks has no matches"),
     ],
 )
-def test_an_entry_point_that_cannot_be_loaded_is_an_error_that_names_its_distribution(
-    module: str, message: str, tmp_path: Path, installing: pytest.MonkeyPatch
+def test_objects_of_a_framework_that_cannot_be_loaded_are_refused_and_no_others(
+    module: str,
+    message: str,
+    tmp_path: Path,
+    installing: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.clear()
     install(tmp_path, installing, module, "acme_bags:Sacks")
+    sack = type("Sack", (), {"__module__": "acme_bags", "state_dict": dict})()
     for _ in range(2):
+        assert len(collect({"n": 1}, 0, 1).blobs) == 1
         with pytest.raises(UsageError, match=message) as caught:
-            collect({"n": 1}, 0, 1)
-        assert "acme-bags" in str(caught.value)
+            collect({"sack": sack}, 0, 1)
+        assert "the distribution acme-bags brings 'bags'" in str(caught.value)
         assert caught.value.remedy
+    (line,) = caplog.messages
+    assert "acme-bags" in line
 
 
 def test_a_box_of_a_rank_is_told_its_place_in_the_world() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reknit import plugins
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError
 from reknit.storage import registry
 from reknit.storage.local.memory import MemoryStorage
@@ -161,6 +162,21 @@ def test_an_installed_package_that_is_broken_is_named(
         open_storage("broken://x")
 
 
+@pytest.mark.parametrize("what", ["3", "open_nothing"])
+def test_an_installed_package_that_returns_no_store_is_named(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = f"void{len(what)}"
+    install(tmp_path / "site", scheme, f"reknit_void_for_tests:{'made' if what == '3' else what}")
+    (tmp_path / "site" / "reknit_void_for_tests.py").write_text(
+        "made = 3\ndef open_nothing(url, durability):\n    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(UsageError, match=f"the distribution {scheme} brings {scheme!r}") as caught:
+        open_storage(f"{scheme}://x")
+    assert caught.value.remedy == f"correct or uninstall {scheme}"
+
+
 @pytest.mark.parametrize(
     ("python", "says"),
     [((3, 10), "run it with Python 3.11 or newer"), ((3, 11), r"pip install 'reknit\[gcs\]'")],
@@ -181,10 +197,10 @@ def test_an_object_store_without_its_client_says_how_to_get_it(
 def test_entry_points_are_not_looked_up_for_known_schemes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lookup(**_: str) -> None:
+    def lookup(_: str) -> None:
         raise AssertionError("nobody asked for an unknown scheme")
 
-    monkeypatch.setattr(registry, "entry_points", lookup)
+    monkeypatch.setattr(plugins, "installed", lookup)
     open_storage(tmp_path)
     open_storage("mem://x")
     with pytest.raises(AssertionError):

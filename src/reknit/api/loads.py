@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from reknit import plugins
 from reknit.arguments import check_state, lenient_patterns, open_places, part_of, tried_options
 from reknit.calls import all_backgrounds, entering, raised_on_all_ranks
 from reknit.engine.display import logged
@@ -119,8 +120,5 @@ def load(
 
 def _rules(part: Mapping[str, Any], program: str) -> list[Rule]:
     """Return the rules that the targets of a load bring along for the files of a program."""
-    if program not in ("Hugging Face", "safetensors"):
-        return []
-    from reknit.transforms.models.conversion import conversions_of  # few loads need it
-
-    return conversions_of(part.values())
+    found: list[Rule] = plugins.find("reknit.formats", "any-rules")(program, part.values())
+    return found

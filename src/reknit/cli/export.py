@@ -10,7 +10,9 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
+from reknit import stored
 from reknit.cli.output import print_fields, print_json, printable
+from reknit.engine.foreign.programs import installed
 from reknit.errors import MissingExtraError, UsageError, shown
 from reknit.interop.safetensors_export import MAX_SHARD_NBYTES, Dtype, export_hf
 from reknit.monitor.progress_text import amount
@@ -54,6 +56,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         if name in _FILES:
             one.add_argument("--overwrite", action="store_true", help="replace the file DST")
         one.set_defaults(run=run_state, format=name)
+    for name, made in installed().items():
+        if callable(getattr(made, "export", None)):
+            one = formats.add_parser(
+                name, help=f"a checkpoint of {name}", description=f"Write a checkpoint of {name}."
+            )
+            one.add_argument("path", metavar="SRC", help="a checkpoint: a folder or URL")
+            one.add_argument("out", metavar="DST", help="the destination")
+            one.set_defaults(run=run_installed, format=name)
 
 
 def _add_common(parser: argparse.ArgumentParser, destination: str) -> None:
@@ -187,6 +197,14 @@ def run_state(args: argparse.Namespace) -> int:
     )
     _print_names("stored as another type:", report.changed, "as")
     _print_names("left out:", report.left_out, "--")
+    return 0
+
+
+def run_installed(args: argparse.Namespace) -> int:
+    """Let the format of another distribution write a checkpoint, and return the exit code."""
+    with stored.open(args.path) as checkpoint:
+        installed()[args.format].export(checkpoint, args.out)
+    print_fields({"exported": args.out})
     return 0
 
 

@@ -12,24 +12,9 @@ import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from reknit.cli import (
-    advise,
-    agents,
-    certify,
-    diff,
-    export,
-    gc,
-    imports,
-    ls,
-    promote,
-    prune,
-    rm,
-    show,
-    verify,
-)
+from reknit import plugins
 from reknit.cli.program.command_line import CommandLine
 from reknit.cli.program.versions import PrintVersions
-from reknit.cli.reports import dash, report
 from reknit.environment import completing
 from reknit.errors import (
     CheckpointExistsError,
@@ -73,8 +58,12 @@ exit codes:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    With the name of the command that runs, the others have only their line in the help, and no module is
+    imported for them.  Raises `UsageError` if this command, of another distribution, cannot be loaded.
+    """
     program = CommandLine(
         prog="reknit",
         description="Look at, check, compare, import and export checkpoints, and clean up after saves.",
@@ -88,10 +77,38 @@ def parser() -> argparse.ArgumentParser:
         help="print the versions of reknit, its format, and related packages",
     )
     commands = program.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    looking = (ls, show, verify, diff, report, dash, advise)
-    for command in (*looking, imports, export, promote, rm, prune, gc, agents, certify):
-        command.add_parser(commands)
+    running = plugins.COMMANDS.get(only or "")
+    added: set[str] = set()
+    for name, row in plugins.COMMANDS.items():
+        if only is not None and (running is None or row.module != running.module):
+            commands.add_parser(name, help=row.help)
+        elif row.module not in added:  # it may add several commands, which follow each other
+            added.add(row.module)
+            plugins.value_of(row.module, f"reknit {name}").add_parser(commands)
+    if running is None:
+        _add_installed(commands, only)
     return program
+
+
+def _add_installed(commands: argparse._SubParsersAction[argparse.ArgumentParser], only: str | None) -> None:
+    """Add the commands of other distributions; import the one that runs, or all without `only`."""
+    for name, entry in plugins.installed("reknit.commands").items():
+        if only not in (None, name):
+            commands.add_parser(name, help=plugins.summary_of(entry))
+            continue
+        try:
+            module = plugins.loaded(entry)
+            if callable(getattr(module, "add_parser", None)):
+                module.add_parser(commands)
+            if name not in commands.choices:
+                raise UsageError(
+                    f"{plugins.shown_entry(entry)}, which has no function add_parser that adds the command",
+                    remedy=plugins.remedy_for(entry),
+                )
+        except UsageError as error:
+            if only is not None:
+                raise
+            _complain(str(error))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,9 +155,10 @@ def _each_warning_once() -> Iterator[None]:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    program = parser()
+    words = sys.argv[1:] if argv is None else argv
     if completing():
-        _complete(program)
+        _complete(parser())
+    program = parser(next((word for word in words if not word.startswith("-")), ""))
     try:
         args = program.parse_args(argv)
     except SystemExit as leaving:  # argparse has printed help, the version, or an error

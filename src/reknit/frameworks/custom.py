@@ -9,17 +9,18 @@ It is registered by `register_framework`, or by the installed distribution that 
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import distributions
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from reknit.errors import StateError, UsageError, shortage
+from reknit import plugins
+from reknit.errors import ReknitError, StateError, UsageError, shortage
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.walk.adapter import Adapter
 from reknit.frameworks.walk.walk import View
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk.load_walk import Loading
     from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Assign, Place, Walk
+
+logger = logging.getLogger("reknit")
 
 GROUP = "reknit.frameworks"
 """Name of the group of entry points that bring frameworks."""
@@ -117,35 +120,51 @@ def registered(framework: CustomFramework) -> Iterator[None]:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Return the adapters of custom frameworks, in the order of their registration.
-
-    Raises `UsageError` for an entry point that cannot be loaded, and names its distribution.
-    """
+    """Return the adapters of custom frameworks, in the order of their registration."""
     return tuple(CustomAdapter(framework) for framework in (*registered_frameworks, *installed_frameworks()))
 
 
 @cache
 def installed_frameworks() -> tuple[CustomFramework, ...]:
     """Return the frameworks of installed distributions, loaded once per process."""
-    # `entry_points` parses those of every distribution, which takes twice as long.
-    having = (one for one in distributions() if GROUP in (one.read_text("entry_points.txt") or ""))
-    found = dict.fromkeys(entry for one in having for entry in one.entry_points.select(group=GROUP))
-    return tuple(map(_loaded, found))
+    return tuple(map(_loaded, plugins.installed(GROUP).values()))
 
 
 def _loaded(entry: EntryPoint) -> CustomFramework:
-    origin = f"the distribution {entry.dist.name}" if entry.dist else "a distribution"
-    what = f"{origin} brings the framework {entry.name!r} ({entry.value}), which"
+    """Return the framework of an entry point, or one that refuses the objects of a wrong entry point."""
     try:
-        found = entry.load()
+        found = plugins.loaded(entry)
         framework = found() if isinstance(found, type) else found
-    except Exception as error:  # a user's code may raise any error, which has to name the distribution
-        raise shortage(error) or UsageError(
-            f"{what} cannot be loaded: {type(error).__name__}: {error}",
-            remedy=f"correct or uninstall {origin.removeprefix('the distribution ')}",
-        ) from error
-    _require_methods(framework, what)
+        _require_methods(framework, f"{plugins.shown_entry(entry)}, which")
+    except Exception as error:  # of the class, when it is called
+        wrong = shortage(error) or error
+        if not isinstance(wrong, ReknitError):
+            wrong = UsageError(
+                f"{plugins.shown_entry(entry)}, which cannot be used: {type(error).__name__}: {error}",
+                remedy=plugins.remedy_for(entry),
+            )
+        logger.error("objects of this framework are refused: %s", wrong)  # noqa: TRY400 (it has all)
+        return _Unusable(entry.value.partition(":")[0].partition(".")[0], wrong)
     return cast("CustomFramework", framework)
+
+
+class _Unusable:
+    """In place of a framework that cannot be used: the objects of its package are refused, and no others."""
+
+    def __init__(self, package: str, error: ReknitError) -> None:
+        self._package, self._error = package, error
+
+    def matches(self, value: Any) -> bool:
+        """Return whether the class of a value, or one that it extends, is of the package."""
+        return any(kind.__module__.partition(".")[0] == self._package for kind in type(value).__mro__)
+
+    def holdings(self, value: Any, rank: int, size: int) -> Iterable[Held | Value]:
+        """Raise the error."""
+        raise self._error
+
+    def restore(self, value: Any, held: Sequence[Held], values: Mapping[str, Any]) -> None:
+        """Raise the error."""
+        raise self._error
 
 
 def _require_methods(framework: Any, what: str) -> None:

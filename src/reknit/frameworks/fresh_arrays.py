@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reknit import plugins
 from reknit.errors import MissingExtraError, UsageError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral
@@ -38,9 +39,10 @@ def fresh(item: str, fqn: str, spec: TensorSpec, framework: str, device: Any, *,
         array = np.empty(spec.shape, numpy_dtype(spec.dtype))
         return Fresh(array, ((Box.whole(spec.shape), array),))
     if framework == "jax":
-        from reknit.frameworks.jax.jax_arrays import new_array
-
-        filling = new_array(Place(item, fqn), spec, device, _one(full_name(item, fqn), spec, sharding))
+        jax_arrays = plugins.find("reknit.frameworks", "jax", "framework='jax'")
+        filling = jax_arrays.new_array(
+            Place(item, fqn), spec, device, _one(full_name(item, fqn), spec, sharding)
+        )
         return Fresh(filling, filling.view(World(0, 1, (0,))).parts)
     if framework != "torch":
         raise UsageError(f"framework is 'numpy', 'torch' or 'jax', not {framework!r}")
@@ -62,9 +64,7 @@ def filled(tensor: Any, generator: str | None = None) -> Any:
     """Return the array that new memory has become: one of JAX, with typed keys of a generator, if named."""
     if not hasattr(tensor, "filled") or isinstance(tensor, np.ndarray):
         return tensor
-    from reknit.frameworks.jax.array_values import as_recorded
-
-    return as_recorded(tensor.filled(), {"keys": generator})
+    return plugins.find("reknit.frameworks", "jax-values").as_recorded(tensor.filled(), {"keys": generator})
 
 
 def _one(name: str, spec: TensorSpec, sharding: Any) -> Any:

@@ -45,6 +45,11 @@ def _has(value: Any, names: tuple[str, ...]) -> bool:
     )
 
 
+def adapters() -> tuple[Adapter, ...]:
+    """Return the adapter of loaders."""
+    return (LoaderAdapter(),)
+
+
 class LoaderAdapter(Adapter):
     """Data loaders that can continue in another layout."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reknit import plugins
 from reknit.errors import FormatError, MissingExtraError, StateError, shortage
 from reknit.frameworks import tree
 from reknit.types import devices
@@ -30,7 +31,11 @@ _CURRENT = ":current"
 """Suffix in place of the number of torch's current device."""
 
 _JAX = "jax"
-_JAX_VALUES = "reknit.frameworks.jax.array_values"
+
+
+def _jax_values() -> Any:
+    """Return the module for arrays of JAX in values."""
+    return plugins.find("reknit.frameworks", "jax-values")
 
 
 def to_neutral(value: Any, where: str) -> Any:
@@ -39,7 +44,7 @@ def to_neutral(value: Any, where: str) -> Any:
     Raises `StateError` for a tensor that this process has only in part.
     """
     torch = sys.modules.get("torch")
-    jax_values = import_module(_JAX_VALUES) if sys.modules.get(_JAX) is not None else None
+    jax_values = _jax_values() if sys.modules.get(_JAX) is not None else None
 
     def neutral(path: tree.Path, leaf: Any) -> Any:
         if jax_values is not None and jax_values.is_array(leaf):
@@ -115,7 +120,7 @@ def record_of(array: Any) -> dict[str, Any]:
     For torch these are whether it is a parameter, and trained; for JAX the random generator of keys, a weak
     type, and unusual memory of a device.  Every kind of checkpoint entry records them.
     """
-    if sys.modules.get(_JAX) is not None and (jax_values := import_module(_JAX_VALUES)).is_array(array):
+    if sys.modules.get(_JAX) is not None and (jax_values := _jax_values()).is_array(array):
         found: dict[str, Any] = jax_values.record_of(array)
         return found
     torch = sys.modules.get("torch")
@@ -155,7 +160,7 @@ def placed_as(value: Any, present: Any) -> Any:
     """Return a value with JAX arrays placed like the arrays of equal shape at their paths in `present`."""
     if sys.modules.get(_JAX) is None:
         return value
-    jax_values = import_module(_JAX_VALUES)
+    jax_values = _jax_values()
     held: dict[tree.Path, Any] = {}
 
     def keep(path: tree.Path, leaf: Any) -> Any:
@@ -191,8 +196,8 @@ def _live_leaf(path: tree.Path, leaf: Any, *, given: bool) -> Any:
         raise _no_member(leaf.value, tree.dotted(path))
     needs = "jax" if leaf.tag.startswith("jax.") else "torch"
     try:
-        library = import_module(_JAX_VALUES if needs == "jax" else needs)
-    except ImportError as error:
+        library = _jax_values() if needs == "jax" else import_module(needs)
+    except (ImportError, MissingExtraError) as error:
         raise MissingExtraError(
             f"the checkpoint holds a {leaf.tag}, and {needs} is not installed",
             remedy=f"install reknit[{needs}]",

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from reknit import plugins
 from reknit.errors import StateError
 from reknit.frameworks import custom
-from reknit.frameworks.loader_adapter import LoaderAdapter
 from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter, setter
 from reknit.frameworks.stateful import StatefulAdapter
 from reknit.frameworks.walk.save_walk import Saving
-from reknit.frameworks.walk.walk import Place, World
+from reknit.frameworks.walk.walk import OnMatch, Place, World
 from reknit.frameworks.walk.walk_cache import WalkCache
 from reknit.keywords import is_text
 
@@ -33,21 +33,6 @@ if TYPE_CHECKING:
     from reknit.types.shard import Holdings
     from reknit.types.wanted import Wanted
 
-_FRAMEWORKS = (
-    ("deepspeed", "deepspeed.zero_optimizers"),
-    ("vescale", "vescale"),
-    ("megatron.core", "megatron.megatron_adapters"),
-    ("torch", "torch.tensor"),
-    ("torch", "torch.tensor_signature"),
-    ("torch", "torch.modules.module_adapter"),
-    ("torch", "optimizer.optimizer_adapter"),
-    ("jax", "jax.jax_arrays"),
-)
-"""The modules of frameworks, each with a module of adapters for their objects, in the order of use.
-
-A framework that is not imported has no objects in any state.
-"""
-
 _walk_cache = WalkCache()
 
 
@@ -59,7 +44,7 @@ def collect(
     `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
     Raises `StateError`, with the key path, for a value that cannot be saved.
     """
-    signers = _all(_loaded(), "signers")
+    signers = _all(_loaded()[0], "signers")
     make = partial(saving, state, rank, size, ranks=ranks)
     # Frameworks of users, and extensions for torch's objects, may store any of these objects in another way.
     if custom.adapters() or make().extensions or not signers:
@@ -129,13 +114,12 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
 
 def _known() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...], tuple[Any, ...]]:
     """Return the adapters in the order of use, the libraries with tensors, and the extensions."""
-    found = _loaded()
+    found, of_frameworks = _loaded()
     libraries = (*_all(found, "libraries"), NumpyArrays())
     adapters: tuple[Adapter, ...] = (
         PerRankAdapter(),
         *custom.adapters(),
-        *_all(found, "adapters"),
-        LoaderAdapter(),
+        *of_frameworks,
         StatefulAdapter(),
         TensorAdapter(libraries),
         ContainerAdapter(),
@@ -144,12 +128,24 @@ def _known() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...], tuple[Any, ...]]:
     return adapters, libraries, _all(found, "extensions")
 
 
-def _loaded() -> list[ModuleType]:
-    return [
-        import_module(f"reknit.frameworks.{module}")
-        for needs, module in _FRAMEWORKS
-        if sys.modules.get(needs) is not None  # None blocks the import of a module
-    ]
+def _loaded() -> tuple[list[ModuleType], list[Any]]:
+    """Return the modules of the frameworks that look at every value, and the adapters of all frameworks.
+
+    A framework that is not imported has no objects in any state.
+    """
+    modules: list[ModuleType] = []
+    adapters: list[Any] = []
+    for row in plugins.FRAMEWORKS.values():
+        if isinstance(row, str) or (
+            row.needs and sys.modules.get(row.needs) is None
+        ):  # None blocks an import
+            continue
+        if row.classes or row.methods:
+            adapters.append(OnMatch(row))
+        else:
+            modules.append(import_module(row.module))
+            adapters += getattr(modules[-1], "adapters", tuple)()
+    return modules, adapters
 
 
 def _all(modules: list[ModuleType], name: str) -> tuple[Any, ...]:

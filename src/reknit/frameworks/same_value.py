@@ -7,20 +7,20 @@ from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Mapping
 from decimal import Decimal
-from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reknit import plugins
 from reknit.errors import shortage
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LIBRARIES = {"torch": "reknit.frameworks.torch.tensor_numbers", "jax": "reknit.frameworks.jax.same_arrays"}
-"""Frameworks with arrays, each with the module that compares these once the framework is imported."""
+_LIBRARIES = {"torch": "torch-numbers", "jax": "jax-values"}
+"""Frameworks with arrays, each with the row of the module that compares these."""
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -39,8 +39,10 @@ def same_value(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same_value, a, b))
     if isinstance(a, Tagged) and isinstance(b, Tagged):
         return a.tag == b.tag and same_value(a.value, b.value)
-    for framework, module in _LIBRARIES.items():
-        if sys.modules.get(framework) is not None and (library := import_module(module)).is_array(a):
+    for framework, row in _LIBRARIES.items():
+        if sys.modules.get(framework) is None:
+            continue
+        if (library := plugins.find("reknit.frameworks", row)).is_array(a):
             return bool(library.is_array(b) and library.same(a, b))
     if isinstance(a, (np.ndarray, np.generic)) or isinstance(b, (np.ndarray, np.generic)):
         return _class(a) is _class(b) and _same_arrays(np.asarray(a), np.asarray(b)) and _same_masks(a, b)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from reknit import stored
 from reknit.api import loads, saves
+from reknit.engine.foreign.programs import newest_of_others
 from reknit.engine.record.foreign_folders import run_of_others
-from reknit.engine.record.other_formats import newest_of_others
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.stateful import Accessors, Kept

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine.record.at_path import manifest_in
 from reknit.engine.record.checkpoint_notes import add_metrics, held_by, metrics_of
-from reknit.engine.record.foreign_files import READABLE, WEIGHTS
-from reknit.engine.record.foreign_folders import run_of_others
 from reknit.engine.record.heartbeat import STALE_S, wait_for_owners
-from reknit.engine.record.other_formats import newest_of_others, refuse_other
+from reknit.engine.record.other_formats import formats, refuse_other
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.stored.copy_files import Promotion
 from reknit.engine.stored.moving import delete_moved
@@ -104,15 +102,15 @@ def refuse_others(tiers: Tiers, folders: Sequence[Sequence[Folder]]) -> None:
     for level, own in zip(tiers.levels, folders, strict=True):
         if not own:
             refuse_other(level.storage, of_run=True)
-        if (found := newest_of_others(level.storage, works=True)) is not None:
+        if (found := formats().newest_of_others(level.storage, works=True)) is not None:
             place, other = below(level.url, found[0]), found[1]
             goes_on = f"to go on from it: resume(state, start={place!r})"
             raise UsageError(
                 f"there is no step of this run below {level.url}, but {place} is {other.what}",
-                remedy=f"{goes_on if other.kind in READABLE else other.remedy}; {BEGIN_ANEW}",
+                remedy=f"{goes_on if formats().opens(other.kind) else other.remedy}; {BEGIN_ANEW}",
                 path=level.url,
             )
-        if (run := run_of_others(level.storage)) is not None and run.kind not in WEIGHTS:
+        if (run := formats().run_of_others(level.storage)) is not None and not formats().is_weights(run.kind):
             raise UsageError(
                 f"there is no step of this run below {level.url}, which is {run.what}",
                 remedy=f"{run.remedy}; {BEGIN_ANEW}",

@@ -187,10 +187,10 @@ class HasMoved(Protocol):
 
 @runtime_checkable
 class HasDerivedFiles(Protocol):
-    """A store that can also have files which it makes of those of another program."""
+    """A store that can keep another one, with files that this one makes of those of another program."""
 
-    def with_derived(self) -> Storage:
-        """Return the store with these files; it is closed with this one."""
+    def with_derived(self, make: Callable[[Storage], Storage]) -> Storage:
+        """Return the store that `make` makes of the one inside; it is closed with this one."""
 
 
 @runtime_checkable

@@ -7,10 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, cast
 from urllib.parse import unquote
 
+from reknit import plugins
 from reknit.environment import fsspec_config
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError, shown
 from reknit.locations import absolute, is_location, location_text
@@ -32,8 +33,6 @@ ENTRY_POINTS = "reknit.storage"
 _OF_OBSTORE = (3, 11)
 """The oldest Python that obstore is made for."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
-_PROTOCOL = re.compile(r"[a-z]+")
-"""Links of a chain of fsspec that are protocols without a path; other links without slashes are paths."""
 
 
 def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power") -> Storage:
@@ -50,7 +49,7 @@ def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power
     scheme = _scheme(text)
     if scheme is None:
         return LocalStorage(_expand(text), durability=durability)
-    factory = factories.get(scheme) or _installed(scheme) or _of_fsspec(scheme)
+    factory = factories.get(scheme) or _of_plugins(scheme, text)
     if factory is None:
         raise _unknown(scheme, text)
     if "://" not in text and scheme != "file":
@@ -88,11 +87,11 @@ def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
     if scheme is None:
         return StoreRecipe(check_readable(absolute(_expand(text))), elsewhere=True)
     factory = factories.get(scheme)
-    if factory is None:
-        return _recipe_of_fsspec(scheme, text)
-    if getattr(factory, "__module__", "") == __name__:
+    if getattr(factory, "__module__", "") == __name__ or scheme in plugins.STORAGE:
         return StoreRecipe(text, elsewhere=True)
-    reference = _reference(factory)
+    if factory is None:
+        return _recipe_of_others(scheme, text)
+    reference = reference_of(factory)
     elsewhere = reference is not None and fsspec_config() is not None
     return StoreRecipe(text, elsewhere=elsewhere, factory=reference if elsewhere else None)
 
@@ -104,34 +103,25 @@ def adopt(url: str, factory: str) -> None:
         module, _, name = reference.partition(":")
         made = getattr(importlib.import_module(module), name)
         if protocol:
-            from fsspec import register_implementation
-
-            register_implementation(protocol, made, clobber=True)
+            plugins.find(ENTRY_POINTS, plugins.ANY).adopt(protocol, made)
         else:
             factories[url.partition(":")[0].lower()] = made
 
 
-def _recipe_of_fsspec(scheme: str, url: str) -> StoreRecipe:
-    """Return the recipe of a URL of fsspec, in which ``::`` may chain several protocols."""
-    if _of_fsspec(scheme) is None:
+def _recipe_of_others(scheme: str, url: str) -> StoreRecipe:
+    """Return the recipe of a URL that a library opens for a scheme which nobody has registered here."""
+    makers = plugins.find(ENTRY_POINTS, plugins.ANY).makers_of(scheme, url)
+    if makers is None:
         return StoreRecipe(url, elsewhere=True)  # an entry point opens it, or nothing
-    from fsspec import get_filesystem_class
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    makers, elsewhere = [], fsspec_config() is not None
-    for link in url.split("::"):
-        head, slashes, _ = link.partition("://")
-        protocol = head if slashes or _PROTOCOL.fullmatch(head) else "file"
-        system = get_filesystem_class(protocol)
-        reference = _reference(system)
-        elsewhere = elsewhere and reference is not None and not issubclass(system, MemoryFileSystem)
-        makers.append(f"{protocol}={reference}")
-    if not elsewhere and _installed(scheme) is None:
+    references = [(protocol, None if maker is None else reference_of(maker)) for protocol, maker in makers]
+    elsewhere = fsspec_config() is not None and all(reference is not None for _, reference in references)
+    if not elsewhere and scheme not in plugins.installed(ENTRY_POINTS):
         return StoreRecipe(url, elsewhere=False)
-    return StoreRecipe(url, elsewhere=True, factory=" ".join(makers) if elsewhere else None)
+    named = " ".join(f"{protocol}={reference}" for protocol, reference in references)
+    return StoreRecipe(url, elsewhere=True, factory=named if elsewhere else None)
 
 
-def _reference(maker: object) -> str | None:
+def reference_of(maker: object) -> str | None:
     """Return ``module:name`` by which another process imports the same object, None if it cannot."""
     module, name = getattr(maker, "__module__", ""), getattr(maker, "__qualname__", "")
     loaded = sys.modules.get(module)
@@ -170,7 +160,7 @@ def register(scheme: str, factory: Factory) -> None:
     """
     if not _SCHEME.fullmatch(scheme) or scheme != scheme.lower():
         raise UsageError(f"{scheme!r} cannot be a scheme", remedy="use small letters and digits")
-    if factories.setdefault(scheme, factory) is not factory:
+    if scheme in plugins.STORAGE or factories.setdefault(scheme, factory) is not factory:
         raise UsageError(f"the scheme {scheme!r} is registered already")
 
 
@@ -189,41 +179,39 @@ def _expand(path: str) -> str:
     return expanded
 
 
-def _installed(scheme: str) -> Factory | None:
-    for entry in entry_points(group=ENTRY_POINTS, name=scheme):
-        try:
-            factory: Factory = entry.load()
-        except ImportError as error:
-            raise MissingExtraError(
-                f"the package that serves {scheme}:// cannot be imported: {error}",
-                remedy=f"fix or uninstall the package with the entry point {entry.value!r}",
-            ) from error
-        return factory
-    return None
+def _of_plugins(scheme: str, url: str) -> Factory | None:
+    """Return the factory of a plug-in for a scheme, None if none has one.  Raises `UsageError`."""
+    found = None if scheme == plugins.ANY else plugins.find(ENTRY_POINTS, scheme, repr(url))
+    if found is None:
+        return cast("Factory | None", plugins.find(ENTRY_POINTS, plugins.ANY).factory_of(scheme))
+    if not callable(found):
+        entry = plugins.installed(ENTRY_POINTS)[scheme]
+        raise UsageError(
+            f"{plugins.shown_entry(entry)}, which is {shown(found)} and not a function that opens a URL",
+            remedy=plugins.remedy_for(entry),
+        )
+    return (
+        partial(_opened_by, scheme, found)
+        if scheme in plugins.installed(ENTRY_POINTS)
+        else cast("Factory", found)
+    )
 
 
-def _of_fsspec(scheme: str) -> Factory | None:
-    """Return the factory for a protocol of fsspec, if fsspec is installed and supports it."""
-    try:
-        from fsspec.registry import get_filesystem_class, known_implementations, registry
-    except ImportError:
-        return None
-    if scheme not in known_implementations and scheme not in registry:
-        return None
-    try:
-        get_filesystem_class(scheme)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"fsspec cannot serve {scheme}://: {error}", remedy="install the missing package"
-        ) from error
-    from reknit.storage.fsspec_store import open_fsspec
-
-    return with_retries(resumes=False)(open_fsspec)
+def _opened_by(scheme: str, factory: Factory, url: str, durability: Durability) -> Storage:
+    """Return the store that another distribution opens.  Raises `UsageError` for anything else."""
+    storage = factory(url, durability)
+    if not callable(getattr(storage, "read_into", None)):
+        entry = plugins.installed(ENTRY_POINTS)[scheme]
+        raise UsageError(
+            f"{plugins.shown_entry(entry)}, which returned {shown(storage)} and no store for {url!r}",
+            remedy=plugins.remedy_for(entry),
+        )
+    return storage
 
 
 def _unknown(scheme: str, text: str) -> UnknownSchemeError:
     message = f"no storage is registered for {scheme!r}, as in {text!r}"
-    known = ", ".join(f"{name}://" for name in sorted(factories))
+    known = ", ".join(f"{name}://" for name in sorted({*factories, *plugins.STORAGE} - {plugins.ANY}))
     return UnknownSchemeError(
         message,
         remedy=f"use a plain path, {known}, or a scheme that a package registers in the entry-point group "
@@ -273,22 +261,8 @@ def _open_object(url: str, durability: Durability) -> Storage:
     return open_object(url)
 
 
-@with_retries(resumes=True)
-def _open_hdfs(url: str, durability: Durability) -> Storage:
-    try:
-        from reknit.storage.hdfs.store import open_hdfs
-    except ImportError as error:
-        if error.name is None or error.name.partition(".")[0] != "hdfs_native":
-            raise
-        raise MissingExtraError(
-            f"{url!r} needs the package hdfs-native", remedy="pip install 'reknit[hdfs]'"
-        ) from error
-    return open_hdfs(url, durability)
-
-
 factories: dict[str, Factory] = {
     "file": _open_file,
     "mem": _open_memory,
     **dict.fromkeys(("s3", "gs", "az"), _open_object),
-    "hdfs": _open_hdfs,
 }

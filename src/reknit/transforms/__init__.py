@@ -10,12 +10,12 @@ in `reknit.transforms.models`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
 from reknit.transforms import cuts, rules
-from reknit.transforms import models as models
 from reknit.transforms.base import Rule
 from reknit.transforms.names import Names
 from reknit.transforms.pattern import Pattern
@@ -212,3 +212,9 @@ def _interleave(
 def inverted(steps: Iterable[Rule]) -> list[Rule]:
     """Return the rules that lead back.  Raises `UsageError` where one has no inverse."""
     return [step.inverse() for step in reversed(list(steps))]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "models":
+        return import_module("reknit.transforms.models")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

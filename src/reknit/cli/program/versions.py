@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import platform
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from reknit import plugins
 from reknit.format.versions import FORMAT_VERSION, OLDEST_READABLE
 from reknit.storage.registry import ENTRY_POINTS
 
@@ -35,7 +36,7 @@ def version_lines() -> Iterator[str]:
         yield f"{name} {_installed(name)}"
     for name, schemes in _CLIENTS.items():
         yield f"{name} {_installed(name)} (for {schemes})"
-    for entry in entry_points(group=ENTRY_POINTS):
+    for entry in plugins.installed(ENTRY_POINTS).values():
         if entry.dist is not None:
             yield f"{entry.dist.name} {entry.dist.version} (for {entry.name}://)"
 

@@ -105,6 +105,7 @@ class ForeignEntries:
 
     def whole(self, item: str, fqn: str, spec: TensorSpec, path: str, start: int) -> None:
         """Add a tensor that lies in one piece in a file, from byte `start` on."""
+        self.size(path)
         self.tensor(item, fqn, spec, [(Box.whole(spec.shape), Extent(path, start, spec.nbytes))])
 
     def nested(

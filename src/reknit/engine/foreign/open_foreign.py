@@ -4,61 +4,39 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from reknit.engine.foreign import (
-    array_files,
-    bytecheckpoint_folder,
-    dcp_folder,
-    megatron_folder,
-    orbax_folder,
-    safetensors_files,
-    torch_files,
-)
-from reknit.engine.foreign.deepspeed import folder as deepspeed
+from reknit import plugins
 from reknit.engine.foreign.entries import ForeignCheckpoint, ForeignEntries, listed
-from reknit.engine.record.other_formats import foreign
+from reknit.engine.foreign.programs import installed, recognise
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
     FormatError,
+    ReknitError,
     StorageNotFoundError,
     UsageError,
     did_you_mean,
+    shortage,
+    shown,
 )
 from reknit.storage.base import HasDerivedFiles, HasFolderAbove
+from reknit.storage.wrappers.derived import DerivedStorage
 from reknit.types.foreign.other_format import OtherFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.storage.base import Storage
+    from reknit.types.foreign.other_format import Foreign
 
 logger = logging.getLogger("reknit")
 
 NOTHING = "it has no digests: names, shapes and sizes were checked, the bytes of tensors were not"
 
-_FOLDERS: dict[str, Callable[[Storage], ForeignEntries]] = {
-    "ByteCheckpoint": bytecheckpoint_folder.read_folder,
-    "DCP": dcp_folder.read_folder,
-    "DeepSpeed": deepspeed.read_folder,
-    "Orbax": orbax_folder.read_folder,
-    "Megatron": megatron_folder.read_folder,
-}
-_MODELS: dict[str, Callable[[Storage, str | None], ForeignEntries]] = {
-    "Hugging Face": safetensors_files.read_folder,
-    "PEFT": safetensors_files.read_adapter,
-}
-"""Readers of folders that may hold several models."""
-_FILES: dict[str, Callable[[ForeignEntries, str], None]] = {
-    "torch.save": torch_files.add_file,
-    "Lightning": torch_files.add_file,
-    "safetensors": safetensors_files.add_safetensors,
-    "Hugging Face": safetensors_files.add_index,
-    "GGUF": array_files.add_gguf,
-    "npz": array_files.add_npz,
-    "npy": array_files.add_npy,
-}
+_MODELS = ("Hugging Face", "PEFT")
+"""Formats of folders that may hold several models."""
 _BEGINS = re.compile(r"[^/]+\.(?:safetensors|bin)(?:\.index\.json)?")
 _PART = re.compile(r"(?!shard-).*-[0-9]{5}-of-[0-9]{5}\..*")
 _PICKLES = ("torch.save", "Lightning")
@@ -76,8 +54,8 @@ def read_foreign(storage: Storage, weights: str | None = None) -> ForeignCheckpo
     files that do not belong to the checkpoint.  Raises `FormatError`, `CorruptError`, `UsageError` and
     `StorageError`, with the path.
     """
-    found = foreign(storage)
-    if found is None or found.kind not in (_FILES if found.is_file else _FOLDERS | _MODELS):
+    found = recognise(storage)
+    if found is None or (reader := _reader(found)) is None:
         return None
     if weights is not None and (found.is_file or found.kind not in _MODELS):
         raise UsageError(
@@ -94,11 +72,11 @@ def read_foreign(storage: Storage, weights: str | None = None) -> ForeignCheckpo
             above = storage.above()
             assert above is not None
             entries = ForeignEntries(_with_derived(above[0]))
-            _FILES[found.kind](entries, above[1])
+            reader(entries, above[1])
         elif found.kind in _MODELS:
-            entries = _MODELS[found.kind](_with_derived(storage), weights)
+            entries = reader(_with_derived(storage), weights)
         else:
-            entries = _FOLDERS[found.kind](_with_derived(storage))
+            entries = reader(_with_derived(storage))
         for name, note in entries.notes.items():
             logger.warning("%s: %s", f"{storage.url}/{name}", note)
         made = entries.checkpoint(other)
@@ -117,6 +95,33 @@ def read_foreign(storage: Storage, weights: str | None = None) -> ForeignCheckpo
     if made.manifest.other.unread:
         logger.warning("%s is %s: %s", storage.url, found.kind, listed(made.manifest.other.unread))
     return made
+
+
+def _reader(found: Foreign) -> Callable[..., Any] | None:
+    """Return the reader of a format, None without one."""
+    if (made := installed().get(found.kind)) is not None:
+        return partial(_read_by, found.kind, made)
+    row = f"{found.kind}-file".replace(" ", "-") if found.is_file else found.kind.replace(" ", "-")
+    return plugins.find("reknit.formats", row) if row in plugins.FORMATS else None
+
+
+def _read_by(kind: str, made: Any, *places: Any) -> ForeignEntries:
+    """Return the entries that the format of another distribution finds; any error of it names that."""
+    entry = plugins.installed("reknit.formats")[kind]
+    try:
+        entries = made.read(*places)
+    except ReknitError:
+        raise
+    except Exception as error:
+        raise shortage(error) or FormatError(
+            f"{plugins.shown_entry(entry)}, which failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(entries, ForeignEntries):
+        raise UsageError(
+            f"{plugins.shown_entry(entry)}, whose read returned {shown(entries)} and no ForeignEntries",
+            remedy=plugins.remedy_for(entry),
+        )
+    return entries
 
 
 def _require_weights(storage: Storage, weights: str) -> None:
@@ -144,4 +149,4 @@ def store_of(storage: Storage, other: OtherFormat) -> Storage:
 
 
 def _with_derived(storage: Storage) -> Storage:
-    return storage.with_derived() if isinstance(storage, HasDerivedFiles) else storage
+    return storage.with_derived(DerivedStorage) if isinstance(storage, HasDerivedFiles) else storage

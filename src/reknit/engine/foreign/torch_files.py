@@ -1,4 +1,7 @@
-"""Files of torch.save in place: the pickle is read through a table, and tensors are ranges of the archive."""
+"""Files of torch.save in place: the pickle is read through a table, and tensors are ranges of the archive.
+
+Files of before its archives are a few pickles, one behind another, and then the storages.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.foreign.entries import MODEL, ForeignEntries
 from reknit.engine.foreign.optimizer_states import named_states
-from reknit.engine.foreign.small_reads import part_of
-from reknit.engine.foreign.torch_legacy import LegacyFile
+from reknit.engine.foreign.small_reads import do_each, part_of
 from reknit.engine.foreign.zip_files import LOCAL_MARK, LOCAL_NBYTES, Archive, content_at
 from reknit.errors import CorruptError, FormatError, StorageNotFoundError, shown
-from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, Vocabulary, read_pickle
-from reknit.format.foreign.torch_values import TORCH, TensorView, storage_of
+from reknit.format.foreign.safe_pickle import MAX_PICKLE_NBYTES, Unreadable, Vocabulary, read_pickle
+from reknit.format.foreign.torch_values import TORCH, StorageRef, TensorView, legacy_storage_of, storage_of
 from reknit.storage.derived_paths import strided_path
 from reknit.types.box import Box
 from reknit.types.manifest import Extent
@@ -32,6 +34,10 @@ _ALONE = {
 }
 """Names in a state dict that is a file by itself, and the item that it becomes."""
 _STEPS = ("global_step", "step", "iteration")
+_HEADS = (64 << 10, 4 << 20, MAX_PICKLE_NBYTES)
+"""Bytes that are read for the pickles, until they are whole."""
+_PROTOCOL = 1001
+_COUNT_NBYTES = 8
 
 
 class TorchFile:
@@ -209,3 +215,65 @@ def single_tensor(storage: Storage, path: str, start: int, nbytes: int) -> HeadT
             return HeadTensor(view, first)
         at += 1
     return None
+
+
+class LegacyFile:
+    """A file of torch.save without an archive: its value, and the places of its storages."""
+
+    def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
+        self._storage, self.path, self._nbytes = storage, path, nbytes
+        self._storages: dict[str, StorageRef] = {}
+        for number, most in enumerate(_HEADS):
+            stream = io.BytesIO(part_of(storage, path, 0, min(most, nbytes)))
+            self._storages.clear()
+            try:
+                value, keys = self._read(stream)
+                break
+            except FormatError:
+                if nbytes <= most or number == len(_HEADS) - 1:
+                    raise
+        self.value: Any = value
+        self._starts = self._places(keys, stream.tell())
+
+    def _read(self, stream: io.BytesIO) -> tuple[Any, list[Any]]:
+        """Return the value, and the keys of the storages in their order."""
+        _, protocol, about, value, keys = (
+            read_pickle(stream, TORCH, self._storage_of if number == 3 else None) for number in range(5)
+        )
+        if protocol != _PROTOCOL or not isinstance(about, dict) or not isinstance(keys, list):
+            raise FormatError(f"{self.path} is not a file of torch.save of a known kind")
+        if about.get("little_endian") is not True:
+            raise FormatError(f"{self.path} was saved on a machine with another order of bytes")
+        return value, keys
+
+    def _storage_of(self, pid: Any) -> StorageRef:
+        found = legacy_storage_of(pid)
+        if isinstance(found, Unreadable):  # its size is unknown, and so are the places of those behind it
+            raise FormatError(found.why)
+        return self._storages.setdefault(found.key, found)
+
+    def _places(self, keys: list[Any], at: int) -> dict[str, int]:
+        """Return the first byte of each storage; before it stands its number of elements."""
+        starts = {}
+        for key in keys:
+            ref = self._storages.get(key) if isinstance(key, str) else None
+            if ref is None:
+                raise CorruptError(f"{self.path} has the storage {shown(key)}, which no tensor uses")
+            starts[ref.key] = at + _COUNT_NBYTES
+            at += _COUNT_NBYTES + ref.nbytes
+        if at > self._nbytes:
+            raise CorruptError(f"{self.path} ends before its storages do")
+
+        def check(key: str) -> None:
+            count = part_of(self._storage, self.path, starts[key] - _COUNT_NBYTES, _COUNT_NBYTES)
+            if int.from_bytes(count, "little") * self._storages[key].itemsize != self._storages[key].nbytes:
+                raise CorruptError(f"{self.path} has a storage of another size than its pickle says")
+
+        do_each(list(starts), check)
+        return starts
+
+    def start(self, view: TensorView) -> int:
+        """Return the first byte of the storage of a tensor."""
+        if view.storage.key not in self._starts:
+            raise CorruptError(f"{self.path} has no storage {shown(view.storage.key)}")
+        return self._starts[view.storage.key]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import StorageError
 from reknit.storage.base import HasFolderAbove
+from reknit.types.foreign.other_format import Foreign
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
@@ -37,19 +38,6 @@ _LAST_GGUF = 99
 _SAVE = 'then reknit.save(folder, {"model": model}) saves it'
 _SAVE_BOTH = 'then reknit.save(folder, {"model": model, "optimizer": optimizer}) saves them'
 NVRX = "NVRx"
-
-
-class Foreign(NamedTuple):
-    """Files that another program saved: their kind, and a way to read them.
-
-    `kind` is a short name of the format, empty for unknown files.  `is_file` is whether the path is that of
-    a file, and not of a folder.
-    """
-
-    what: str
-    remedy: str
-    kind: str = ""
-    is_file: bool = False
 
 
 _FILES = frozenset({"torch.save", "Lightning", "safetensors", "npz", "npy", "GGUF"})

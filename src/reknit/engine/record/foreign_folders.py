@@ -6,8 +6,9 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.record.foreign_files import OPENS, READABLE, Foreign, head_of, kind_of
+from reknit.engine.record.foreign_files import OPENS, READABLE, head_of, kind_of
 from reknit.errors import StorageError
+from reknit.types.foreign.other_format import Foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from itertools import groupby, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from reknit.engine.record.foreign_files import NVRX, WEIGHTS, Foreign, file_at, file_in, head_of
-from reknit.engine.record.foreign_folders import (
-    checkpoint_of_others,
-    newest_first,
-    run_of_others,
-    single_file,
-)
+from reknit import plugins
 from reknit.engine.record.recognising import is_of_others, manifest_exists
 from reknit.errors import CheckpointNotFoundError, StorageError, UsageError, did_you_mean
 from reknit.format import paths
 from reknit.monitor.phase import Deadline
+from reknit.types.foreign.other_format import Foreign
 
 if TYPE_CHECKING:
     from reknit.storage.base import Listed, Storage
@@ -27,23 +20,27 @@ logger = logging.getLogger("reknit")
 
 MOST_FOREIGN = 1_000
 """Files of a folder that are looked at before it is held to be of another program."""
-_OF_STEP = re.compile(r"(?i)(?:.*(?:checkpoint|ckpt|step|epoch|iter|iteration)s?[-_=]?)?[0-9]{1,18}")
-"""Names of folders and files of a step, which models with a number in their name do not have."""
-_STATES = ("trainer_state.json", "optimizer.pt", "optimizer.bin", "random_states_0.pkl")
-"""Files that trainers save beside the weights of a step."""
 _DEPTH = 3
 _MOST_FOLDERS = 2_000
 _LOOK_S = 2.0
 _NEWEST = 16
 """Folders of a folder, the last by name, that are looked at for a checkpoint."""
 _MOST_NAMED = 3
-_MOST_INSIDE = 4
-"""Folders of a folder, the newest by name, that are looked at for checkpoints of other programs."""
+
+
+def formats() -> Any:
+    """Return the module that recognises the checkpoints of other programs."""
+    return plugins.find("reknit.formats", plugins.ANY)
+
+
+def opener() -> Any:
+    """Return the module that opens the checkpoints of other programs."""
+    return plugins.find("reknit.formats", "any-read")
 
 
 def foreign(storage: Storage) -> Foreign | None:
     """Return the kind of files that another program has saved at a path, None if it is unknown."""
-    return file_at(storage) or checkpoint_of_others(storage)
+    return cast("Foreign | None", formats().recognise(storage))
 
 
 def foreign_manifest(storage: Storage) -> Foreign | None:
@@ -91,7 +88,7 @@ def refuse_other(root: Storage, *, of_run: bool = False) -> None:
             path=root.url,
         )
     if (other := foreign(root)) is not None and (
-        other.is_file or not of_run or not is_start(root, "", other.kind)
+        other.is_file or not of_run or not formats().is_start(root, "", other.kind)
     ):
         raise UsageError(
             f"{root.url} is not a folder of checkpoints: it is {other.what}",
@@ -102,66 +99,11 @@ def refuse_other(root: Storage, *, of_run: bool = False) -> None:
 
 def foreign_inside(storage: Storage) -> str | None:
     """Name the files of another program in a folder, or in the last ones below; None if they are unknown."""
-    if (run := run_of_others(storage)) is not None:
+    if (run := formats().run_of_others(storage)) is not None:
         return f"it is {run.what}; {run.remedy}"
-    if (found := newest_of_others(storage)) is not None:
+    if (found := formats().newest_of_others(storage)) is not None:
         return f"{found[0]} in it is {found[1].what}; {found[1].remedy}"
     return None
-
-
-def is_start(folder: Storage, name: str, kind: str) -> bool:
-    """Return whether a folder, or a file in it, with this name has weights from which a run may start.
-
-    They are not earlier work of a run.  Weights of a step are: their name ends with its number, or the state
-    of a trainer is beside them.
-    """
-    if kind not in WEIGHTS or _OF_STEP.fullmatch(name):
-        return False
-    return all(head_of(folder, state) is None for state in _STATES)
-
-
-def newest_of_others(storage: Storage, *, works: bool = False) -> tuple[str, Foreign] | None:
-    """Return the newest checkpoint of another program in a folder, by name: its path there, and its kind.
-
-    Files that are checkpoints in themselves may also be in a folder with a number in its name.  With `works`,
-    weights from which a run may start do not count.
-    """
-    ordered = newest_first(name for name in storage.folders() if not name.startswith("."))
-    for numbered, names in groupby(ordered, key=lambda name: any(map(str.isdigit, name))):
-        for name in islice(names, _MOST_INSIDE):
-            try:
-                folder = storage.sub(name)
-                other = foreign(folder)
-                if other is not None and not (works and is_start(folder, name, other.kind)):
-                    return name, other
-                if numbered and (found := _single_file(folder, name, works=works)) is not None:
-                    return f"{name}/{found[0]}", found[1]
-                if (found := _part_of_rank(folder)) is not None:
-                    return f"{name}/{found[0]}", found[1]
-            except StorageError:  # a name that no store takes
-                continue
-    return _single_file(storage, "", works=works)
-
-
-def _part_of_rank(session: Storage) -> tuple[str, Foreign] | None:
-    """Return the newest file of NVRx in the folder of a rank, which has the rank as its name."""
-    ranks = newest_first(name for name in session.folders() if name.isdecimal())
-    for rank in ranks[:_MOST_INSIDE]:
-        folder = session.sub(rank)
-        if (found := single_file(folder, lambda _, kind: kind == NVRX)) is not None:
-            other = file_in(folder, found[0], f"{folder.url}/{found[0]}")
-            return None if other is None else (f"{rank}/{found[0]}", other)
-    return None
-
-
-def _single_file(folder: Storage, above: str, *, works: bool) -> tuple[str, Foreign] | None:
-    def counts(name: str, kind: str) -> bool:
-        return _OF_STEP.fullmatch(above) is not None or not is_start(folder, name.rpartition(".")[0], kind)
-
-    if (found := single_file(folder, counts if works else None)) is None:
-        return None
-    other = file_in(folder, found[0], f"{folder.url}/{found[0]}")
-    return None if other is None else (found[0], other)
 
 
 def warn_of_others(root: Storage) -> None:

@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
 from reknit.engine.record.file_checks import first_sound, read_checked, read_once
+from reknit.engine.record.other_formats import opener
 from reknit.engine.round_messages import OwnNames
 from reknit.engine.stored.places import again, changed, files_at
 from reknit.engine.stored.renaming import Naming, Renamed, own_names, renamed
@@ -217,9 +218,7 @@ def read_opened(
         )
     except CheckpointNotFoundError as error:
         absent = error
-    from reknit.engine.foreign.open_foreign import read_foreign  # readers of other formats are rarely needed
-
-    if (found := read_foreign(storage)) is None:
+    if (found := opener().read_foreign(storage)) is None:
         raise absent
     return Contents(found.manifest, found.index, found.blobs, OwnNames([], []) if own else None)
 
@@ -302,11 +301,7 @@ def opened(
             data = contents.blobs[file.path]
             values = decode_blobs(data, allow_pickle=options.allow_pickle, writable=writable)
             blobs[file.item].update(without_forms(values))
-    foreign = None
-    if manifest.other is not None:
-        from reknit.engine.foreign.open_foreign import store_of
-
-        foreign = store_of(storage, manifest.other)
+    foreign = None if manifest.other is None else opener().store_of(storage, manifest.other)
     whole = OpenCheckpoint(
         storage=storage,
         manifest=manifest,

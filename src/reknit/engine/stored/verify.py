@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
+from reknit import plugins
 from reknit.engine.call_reports import VerifyReport
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.record.at_path import read_manifest
@@ -60,11 +61,9 @@ def verify(storage: Storage, level: str, options: LoadOptions) -> VerifyReport:
     try:
         data = read_manifest(storage)
     except CheckpointNotFoundError:
-        from reknit.engine.stored.verify_foreign import verify_foreign  # it brings the readers of all formats
-
-        if (foreign := verify_foreign(storage, level)) is None:
+        if (foreign := plugins.find("reknit.formats", "any-verify")(storage, level)) is None:
             raise
-        return foreign
+        return cast("VerifyReport", foreign)
     for _ in range(_TRIES):
         if (found := digest(data)) == seen:
             break

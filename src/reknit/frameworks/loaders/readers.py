@@ -57,6 +57,11 @@ def other_ranks(loading: Loading) -> str | None:
     return f"it has the state of one of {before} rank{'s' * (before != 1)}, and this job has {now}"
 
 
+def collect_position(value: Any, state: Any, place: Place, saving: Any) -> None:
+    """Collect the position of all readers; see `state_dict_effects.collect_position`."""
+    import_module("reknit.frameworks.loaders.positions").collect_position(value, state, place, saving)
+
+
 def taker_of(value: Any, place: Place, loading: Loading, state: Any) -> Any:
     """Return the object that takes a saved state, or `SETTLED` (see `state_dict_effects.taker_of`)."""
     if state is not None and has_iterator(value):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from importlib import import_module
 from itertools import chain
 from typing import Any, Final
 
+from reknit import plugins
 from reknit.frameworks.imported import imported
 from reknit.frameworks.tree import POSITION
 
@@ -74,7 +74,7 @@ def is_loader_state(value: Any) -> bool:
 def collect_position(value: Any, state: Any, place: Any, saving: Any) -> None:
     """Collect the position of all readers beside the state of a data loader, if that is one of torchdata."""
     if isinstance(value, imported(*_OF_ONE_READER[0])):
-        import_module("reknit.frameworks.loaders.positions").collect_position(value, state, place, saving)
+        plugins.find("reknit.frameworks", "torchdata").collect_position(value, state, place, saving)
 
 
 def taker_of(value: Any, place: Any, loading: Any, state: Any) -> Any:
@@ -88,13 +88,13 @@ def taker_of(value: Any, place: Any, loading: Any, state: Any) -> Any:
         loading.pass_over(at)
     if not is_of_one_reader(value) and loading.catalog.num_ranks in (None, loading.world.size):
         return value
-    return import_module("reknit.frameworks.loaders.readers").taker_of(value, place, loading, state)
+    return plugins.find("reknit.frameworks", "torchdata").taker_of(value, place, loading, state)
 
 
 def leave(value: Any, place: Any, why: str, loading: Any) -> None:
     """Note that a value stays as it is.  Raises `MismatchError` for a data loader, which would begin anew."""
     if is_loader(value):
-        import_module("reknit.frameworks.loaders.readers").refuse(place, why, loading)
+        plugins.find("reknit.frameworks", "torchdata").refuse(place, why, loading)
     else:
         loading.note(place, why)
 

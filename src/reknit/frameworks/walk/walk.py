@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -19,6 +21,7 @@ from reknit.types.shard import MAX_DEPTH, Tagged
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
+    from reknit.plugins import Framework
     from reknit.types.box import Box
     from reknit.types.shard import TensorSpec
 
@@ -181,13 +184,45 @@ class Matcher(Protocol):
         """Return whether this adapter is for the value."""
 
 
+class OnMatch:
+    """The adapters of a row, which are imported for the first value that the row is for."""
+
+    unites = False
+
+    def __init__(self, row: Framework) -> None:
+        self._row = row
+        self._made: tuple[Any, ...] | None = None
+        self._kinds: tuple[Any, ...] = ()
+        for module, _, name in [place.partition(":") for place in row.classes]:
+            self._kinds += (getattr(sys.modules.get(module), name, ()),)
+
+    def matches(self, value: Any) -> bool:
+        """Return whether one of the adapters matches."""
+        return self.first(value) is not None
+
+    def first(self, value: Any) -> Any:
+        """Return the first of the adapters that matches, None without one."""
+        row = self._row
+        found = isinstance(value, self._kinds)
+        if row.keys and isinstance(value, dict):
+            found = found or value.keys() == row.keys
+        for method in row.methods:
+            found = found or callable(getattr(value, method, None))
+        if found and self._made is None:
+            self._made = import_module(row.module).adapters()
+        return next((one for one in self._made or () if one.matches(value)), None) if found else None
+
+
 M = TypeVar("M", bound=Matcher)
 
 
 def first_match(adapters: Iterable[M], value: Any) -> M:
     """Return the first adapter that matches a value; the last adapter matches any value."""
     for adapter in adapters:
-        if adapter.matches(value):
+        if isinstance(adapter, OnMatch):
+            if (found := adapter.first(value)) is not None:
+                return cast("M", found)
+        elif adapter.matches(value):
             break
     return adapter
 

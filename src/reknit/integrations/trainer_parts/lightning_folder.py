@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reknit.engine.foreign.programs import is_start, newest_of_others
 from reknit.engine.record.foreign_folders import checkpoint_of_others, run_of_others
-from reknit.engine.record.other_formats import is_start, newest_of_others
 from reknit.engine.record.recognising import manifest_exists
 from reknit.engine.record.run_record import read_line
 from reknit.engine.stored.steps import numbered

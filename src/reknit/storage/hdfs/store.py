@@ -27,6 +27,7 @@ from reknit.storage.hdfs.web import requests_of
 from reknit.storage.hdfs.writer import HdfsWriter
 from reknit.storage.paths import check_path, is_temporary, kind_of
 from reknit.storage.ranges import checked_runs, filled
+from reknit.storage.wrappers.retrying import with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.options import Durability
+    from reknit.storage.base import Storage
 
 _STALE_S = 86_400.0
 """Age above which a temporary file belongs to a dead write."""
@@ -43,6 +45,12 @@ _STALE_S = 86_400.0
 def open_hdfs(url: str, durability: Durability = "power") -> HdfsStorage:
     """Return the store at ``hdfs://host:port/folder``; nothing is sent yet."""
     return HdfsStorage(parse_url(url, durability))
+
+
+@with_retries(resumes=True)
+def open_with_retries(url: str, durability: Durability) -> Storage:
+    """Return the store, with retries."""
+    return open_hdfs(url, durability)
 
 
 class HdfsStorage:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from reknit.storage.wrappers.derived import DerivedStorage
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ class MovedStorage(ForwardingStorage):
         super().__init__(inner)
         self._open_at = open_at
         self._places: dict[str, Storage] = {}
-        self._derived: DerivedStorage | None = None
+        self._derived: Storage | None = None
         self._opening = threading.Lock()
 
     def around(self, inner: Storage, path: str) -> MovedStorage:
@@ -37,17 +36,18 @@ class MovedStorage(ForwardingStorage):
                 self._places[place] = self._open_at(place)
             return self._places[place]
 
-    def with_derived(self) -> Storage:
-        """Return the inner store with the files that it makes of those of other programs."""
+    def with_derived(self, make: Callable[[Storage], Storage]) -> Storage:
+        """Return the store that `make` makes of the inner one, the same one each time."""
         with self._opening:
             if self._derived is None:
-                self._derived = DerivedStorage(self.inner)
+                self._derived = make(self.inner)
             return self._derived
 
     def close(self) -> None:
         """Close all stores."""
-        if self._derived is not None:
-            self._derived.forget()
-        super().close()
+        if self._derived is None:
+            super().close()
+        else:
+            self._derived.close()  # and the inner store with it
         for storage in self._places.values():
             storage.close()

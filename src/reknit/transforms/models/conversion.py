@@ -25,6 +25,11 @@ _WRAPPERS = ("module", "_orig_mod")
 _REMEDY = "load the folder with from_pretrained of transformers, and save that model with reknit"
 
 
+def rules_for(program: str, targets: Iterable[Any]) -> list[Rule]:
+    """Return the rules that the targets of a load bring along for the files of a program."""
+    return conversions_of(targets) if program in ("Hugging Face", "safetensors") else []
+
+
 def conversions_of(targets: Iterable[Any]) -> list[Rule]:
     """Return the rules for the files of the models of transformers among the targets of a load."""
     models = [model for target in targets if (model := _pretrained(target)) is not None]

@@ -1,4 +1,4 @@
-"""The format of a checkpoint that another program wrote, and the entries in it that reknit cannot read."""
+"""The files of another program: their format, and the entries that reknit cannot read."""
 
 from __future__ import annotations
 
@@ -41,3 +41,16 @@ class OtherFormat(NamedTuple):
     unchecked: str
     unread: tuple[Unread, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
+
+
+class Foreign(NamedTuple):
+    """Files that another program saved: their kind, and a way to read them.
+
+    `kind` is a short name of the format, empty for unknown files.  `is_file` is whether the path is that of
+    a file, and not of a folder.
+    """
+
+    what: str
+    remedy: str
+    kind: str = ""
+    is_file: bool = False

@@ -1,0 +1,5 @@
+"""The names that the format of another program may import; they are in the stub beside this file."""
+
+from reknit.plugins import exported
+
+__getattr__ = exported(__name__)
