@@ -122,7 +122,7 @@ def ended(under_way: Any) -> None:
 
 
 def answer(name: str, call: Any, argument: str) -> str:
-    """Return what a call says to a wrong value of an argument, nothing if it takes it."""
+    """Return the message of a call with a wrong value of an argument, an empty one if the call takes it."""
     given = BESIDE.get((name, argument), NEEDED.get(name, {})) | {argument: Wrong()}
     kinds = inspect.signature(call).parameters
     first = [each for each in kinds if each in given and kinds[each].kind is kinds[each].POSITIONAL_ONLY]

@@ -137,7 +137,7 @@ NOT_CALLED = {
 
 
 def called() -> list[tuple[str, Any]]:
-    """Return what users call, without the results of calls."""
+    """Return the public calls, without the classes of their results."""
     made = {name for name, one in public() if isinstance(one, type) and issubclass(one, Exception)}
     made |= {name for name, _ in public() if name.endswith("Report")} | NOT_CALLED
     return [(name, call) for name, call in public() if callable(call) and name not in made]

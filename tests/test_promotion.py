@@ -139,8 +139,8 @@ def test_a_checkpoint_is_in_both_stores_and_report_and_events_say_so(tmp_path: P
         assert pending.promotion_done(), wait
         assert pending.promotion_error is None, wait
         assert reknit.sinks.flush(LIMIT_S), wait
-        heard = [json.loads(line) for line in events.read_text().splitlines()]
-        of_target = [each for each in heard if each["action"] == "promote" and each["path"] == str(b)]
+        records = [json.loads(line) for line in events.read_text().splitlines()]
+        of_target = [each for each in records if each["action"] == "promote" and each["path"] == str(b)]
         assert any("phase" in each for each in of_target), wait
         assert {"create", "write", "commit"} <= {each.get("operation") for each in of_target}, wait
 

@@ -284,7 +284,7 @@ def statements(file: str) -> list[ast.stmt]:
 
 
 def lacking(call: str, words: Iterable[str]) -> set[str]:
-    """Return the words that are no keywords of a call, none if its package is not installed."""
+    """Return the words that a call lacks as keywords; the set is empty if its package is not installed."""
     try:
         return {*words} - taken(call)
     except pytest.skip.Exception:

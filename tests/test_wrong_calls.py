@@ -126,7 +126,7 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused(path: Path) -> None:
         with pytest.raises(reknit.UsageError, match="strict is True or False, or a list of patterns"):
             reknit.load(path, STATE, strict=patterns)
     assert not new.exists()
-    # What numpy takes for a flag is one.
+    # A flag of numpy is a flag.
     reknit.save(path, STATE, wait=np.int64(8) % 2 == 0, overwrite=np.bool_(True))  # type: ignore[arg-type]
     reknit.load(path, STATE, strict=np.bool_(True))  # type: ignore[arg-type]
 

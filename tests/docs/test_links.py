@@ -60,7 +60,7 @@ def test_links_are_found_with_their_lines_in_paragraphs_lists_and_tables() -> No
         Link(6, "four", "e.png"),
         Link(10, "", "g.md"),
     ]
-    assert links("```text\n[](a.md)\n```\n\n`[](b.md)`\n") == [], "what a code block shows is no link"
+    assert links("```text\n[](a.md)\n```\n\n`[](b.md)`\n") == [], "code blocks have none"
 
 
 def test_a_link_to_a_lost_file_or_heading_is_found() -> None:

@@ -157,8 +157,8 @@ def test_the_thread_of_a_bad_sink_goes_on(caplog: pytest.LogCaptureFixture) -> N
             outlet.put(phase("write"))
             assert outlet.flush(LIMIT_S), shown(bad)
         assert outlet.busy, shown(bad)
-        is_told = f"events are lost: the sink {shown(bad)}" in caplog.text
-        assert is_told == isinstance(bad, (Failing, Leaving)), shown(bad)
+        is_logged = f"events are lost: the sink {shown(bad)}" in caplog.text
+        assert is_logged == isinstance(bad, (Failing, Leaving)), shown(bad)
 
 
 def test_a_full_disk_takes_no_save(tmp_path: Path) -> None:
