@@ -11,7 +11,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +35,8 @@ from reknit.types.manifest import (
 )
 from reknit.types.shard import Tagged, TensorSpec
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 WRITE_ID = "0123456789abcdef0123456789abcdef"
 names = st.text(max_size=12)
 """Any Unicode text but lone surrogates."""
@@ -54,6 +56,24 @@ class Level(enum.IntEnum):
 class Outer:
     class Inner(enum.Enum):
         ONE = 1
+
+
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+def taken(cases: Iterable[Any], reader: Callable[[Any], object], refusals: Errors) -> list[Any]:
+    """Return the cases, or the names of them, that a reader takes without one of the refusals."""
+    named: Iterable[tuple[Any, Any]] = (
+        cases.items() if isinstance(cases, dict) else ((case, case) for case in cases)
+    )
+    found = []
+    for name, case in named:
+        try:
+            reader(case)
+        except refusals:
+            continue
+        found.append(name)
+    return found
 
 
 def index_of(rows: list[tuple[str, str, TensorSpec, Box, str, int]]) -> Index:

@@ -11,7 +11,7 @@ from reknit.format import paths
 from reknit.format.paths import FileName
 from reknit.types.box import Box
 from reknit.types.shard import TensorSpec
-from tests.format.samples import WRITE_ID, grids, names
+from tests.format.samples import WRITE_ID, grids, names, taken
 
 
 @given(names)
@@ -41,16 +41,10 @@ def test_two_item_names_never_share_a_folder(a: str, b: str) -> None:
     assert (paths.escape_item(a) == paths.escape_item(b)) == (a == b)
 
 
-@pytest.mark.parametrize("folder", ["a%", "%2", "%2e", "%41", "%ff", "a b", ".x", "%FF", "", "manifest.json"])
-def test_a_folder_that_no_item_has_is_refused(folder: str) -> None:
-    with pytest.raises(FormatError):
-        paths.unescape_item(folder)
-
-
-@pytest.mark.parametrize("name", ["\ud800", "ä" * 70, "x" * 5000])
-def test_an_item_name_that_no_folder_can_have_is_refused(name: str) -> None:
-    with pytest.raises(StateError):
-        paths.escape_item(name)
+def test_a_folder_that_no_item_has_and_an_item_that_no_folder_can_have_are_refused() -> None:
+    folders = "a%", "%2", "%2e", "%41", "%ff", "a b", ".x", "%FF", "", "manifest.json"
+    assert taken(folders, paths.unescape_item, FormatError) == []
+    assert taken(("\ud800", "ä" * 70, "x" * 5000), paths.escape_item, StateError) == []
 
 
 @given(names, st.integers(0, 200_000), st.integers(0, 20))
@@ -82,72 +76,39 @@ def test_the_marker_of_a_save_says_whose_it_is(generation: int, write_id: str) -
     assert paths.checked_relative(path) == path
 
 
-@pytest.mark.parametrize("generation", [-1, 1 << 63])
-def test_a_generation_that_no_marker_can_hold_is_refused(generation: int) -> None:
-    with pytest.raises(UsageError, match="generation"):
-        paths.marker_path(generation, WRITE_ID)
+def test_a_generation_that_no_marker_can_hold_is_refused() -> None:
+    for generation in (-1, 1 << 63):
+        with pytest.raises(UsageError, match="generation"):
+            paths.marker_path(generation, WRITE_ID)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "model/0.01234567.safetensors",
-        "model/00000.safetensors",
-        "model/00000.0123456G.safetensors",
-        "model/00000.0.01234567.safetensors",
-        "model/00000.01.01234567.safetensors",
-        "model/00000.own.0.01234567.msgpack",
-        "model/012345.01234567.safetensors",
-        "model/00000.01234567.safetensors\n",
-        "a/model/00000.01234567.safetensors",
-        "..%/00000.01234567.msgpack",
-        "index.0123.parquet",
-        "pending.7.01234567",
-        "pending.0000000000000007",
-        "pending.000000000000000F.01234567",
-        "pending.0000000000000007.01234567.tmp",
-        "model/pending.0000000000000007.01234567",
-        "manifest.json.tmp",
-        "notes.txt",
-        "",
-    ],
-)
-def test_a_file_of_somebody_else_is_not_taken_for_ours(path: str) -> None:
-    assert paths.parse_path(path) is None
+def test_a_file_of_somebody_else_is_not_taken_for_ours() -> None:
+    others = [
+        *("model/0.01234567.safetensors", "model/00000.safetensors", "model/00000.0123456G.safetensors"),
+        *("model/00000.0.01234567.safetensors", "model/00000.01.01234567.safetensors"),
+        *("model/00000.own.0.01234567.msgpack", "model/012345.01234567.safetensors"),
+        *("model/00000.01234567.safetensors\n", "a/model/00000.01234567.safetensors"),
+        *("..%/00000.01234567.msgpack", "index.0123.parquet", "pending.7.01234567"),
+        *("pending.0000000000000007", "pending.000000000000000F.01234567"),
+        *("pending.0000000000000007.01234567.tmp", "model/pending.0000000000000007.01234567"),
+        *("manifest.json.tmp", "notes.txt", ""),
+    ]
+    assert [path for path in others if paths.parse_path(path) is not None] == []
 
 
 def test_write_ids_are_new_each_time_and_checked() -> None:
     assert paths.new_write_id() != paths.new_write_id()
     assert paths.short_id(paths.new_write_id()).isalnum()
-    for bad in ("", "0123", "g" * 32, "A" * 32, "../" + "0" * 29, "0" * 33):
-        with pytest.raises(UsageError):
-            paths.short_id(bad)
+    bad = "", "0123", "g" * 32, "A" * 32, "../" + "0" * 29, "0" * 33
+    assert taken(bad, paths.short_id, UsageError) == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "",
-        "/",
-        "/etc/passwd",
-        "a//b",
-        "a/",
-        "./a",
-        "a/.",
-        "..",
-        "a/../b",
-        "a\\b",
-        "a\0b",
-        "C:x",
-        "a\nb",
-        "\ud800",
-        "x" * 201,
-        "/".join(["x" * 150] * 8),
-    ],
-)
-def test_an_unsafe_path_is_refused(path: str) -> None:
-    with pytest.raises(FormatError):
-        paths.checked_relative(path)
+def test_an_unsafe_path_is_refused() -> None:
+    unsafe = [
+        *("", "/", "/etc/passwd", "a//b", "a/", "./a", "a/.", "..", "a/../b", "a\\b", "a\0b", "C:x", "a\nb"),
+        *("\ud800", "x" * 201, "/".join(["x" * 150] * 8)),
+    ]
+    assert taken(unsafe, paths.checked_relative, FormatError) == []
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -183,25 +144,12 @@ def test_keys_look_as_documented() -> None:
     assert paths.entry_key("__metadata__", spec, Box.whole((256, 512))) == "%5F_metadata__"
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "a[",
-        "a[]",
-        "a]",
-        "a[0:1",
-        "a[0:1]x",
-        "a[1:0]",
-        "a[01:2]",
-        "a[0:-1]",
-        "a[0:1,]",
-        "a[0:9223372036854775808]",
-        *("%41", "%", "%FF", "%5b", "a\n", "__metadata__", "[[0:1]]"),
-    ],
-)
-def test_a_key_that_no_writer_writes_is_refused(key: str) -> None:
-    with pytest.raises(CorruptError):
-        paths.parse_entry_key(key)
+def test_a_key_that_no_writer_writes_is_refused() -> None:
+    keys = [
+        *("a[", "a[]", "a]", "a[0:1", "a[0:1]x", "a[1:0]", "a[01:2]", "a[0:-1]", "a[0:1,]"),
+        *("a[0:9223372036854775808]", "%41", "%", "%FF", "%5b", "a\n", "__metadata__", "[[0:1]]"),
+    ]
+    assert taken(keys, paths.parse_entry_key, CorruptError) == []
 
 
 def test_a_name_that_utf8_cannot_hold_is_refused() -> None:
