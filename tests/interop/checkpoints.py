@@ -111,6 +111,15 @@ def save_training(path: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return net, optimizer
 
 
+def damage(path: Path) -> None:
+    """Flip a bit of the last byte of the only data file of a checkpoint."""
+    (file,) = (path / "model").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+
+
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal bit for bit."""
     bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]

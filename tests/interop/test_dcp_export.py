@@ -22,7 +22,6 @@ from reknit.interop.states.dcp_export import export_dcp
 from tests.interop.checkpoints import (
     columns,
     every_dtype,
-    files_of_at_most,
     same,
     save_in_boxes,
     save_training,
@@ -110,38 +109,12 @@ def columns_of(path: str) -> list[Any]:
     return [tensors["model.w"].full_tensor().numpy()]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_another_layout_loads_its_parts(tmp_path: Path, ranks: int) -> None:
+def test_another_layout_loads_its_parts(tmp_path: Path) -> None:
     array = np.random.default_rng(0).standard_normal((50, 301))
     save_in_boxes(tmp_path / "c", {"w": array}, {"w": columns((50, 301), 7)})
     export_dcp(tmp_path / "c", tmp_path / "out")
-    for (found,) in run(ranks, columns_of, str(tmp_path / "out")):
+    for (found,) in run(3, columns_of, str(tmp_path / "out")):
         assert np.array_equal(found, array)
-
-
-def test_damage_in_the_checkpoint_is_its_own_error_and_leaves_no_folder(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "c", {"model": {"w": torch.zeros(1000)}})
-    (file,) = (tmp_path / "c" / "model").glob("*")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.chmod(0o644)
-    file.write_bytes(data)
-    with pytest.raises(reknit.CorruptError):
-        export_dcp(tmp_path / "c", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-def test_a_full_disk_is_an_error_of_the_storage_and_leaves_no_folder(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "c", {"model": {"w": torch.zeros(1_000_000)}})
-    with files_of_at_most(200_000), pytest.raises(reknit.StorageError, match="write"):
-        export_dcp(tmp_path / "c", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "c", {"a": 1})
-    with pytest.raises(reknit.UsageError, match="is not empty"):
-        export_dcp(tmp_path / "c", tmp_path)
 
 
 def killed(source: str, out: str) -> None:

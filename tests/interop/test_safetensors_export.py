@@ -7,7 +7,7 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +23,7 @@ from reknit.interop.safetensors_export import cut_files, export_hf
 from reknit.interop.safetensors_file import Stored
 from reknit.interop.weights import plain_name
 from reknit.types.shard import TensorSpec
-from tests.interop.checkpoints import columns, save_in_boxes
+from tests.interop.checkpoints import columns, damage, same, save_in_boxes
 
 
 def exported(out: Path) -> dict[str, torch.Tensor]:
@@ -40,12 +40,6 @@ def exported(out: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit."""
-    bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
-
-
 def module() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(
@@ -53,27 +47,23 @@ def module() -> torch.nn.Module:
     )
 
 
-@pytest.mark.parametrize("limit", [1, 100, 250, 10**9])
-def test_exported_weights_equal_the_state_dict(tmp_path: Path, limit: int) -> None:
+def test_exported_weights_equal_the_state_dict_in_files_for_torch(tmp_path: Path) -> None:
     net = module()
     reknit.save(tmp_path / "c", {"model": net})
-    report = export_hf(tmp_path / "c", tmp_path / "out", max_shard_nbytes=limit)
-    found, wanted = exported(tmp_path / "out"), net.state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(same(found[name], wanted[name]) for name in wanted)
-    assert report.num_tensors == len(wanted)
-    assert report.nbytes == sum(tensor.nbytes for tensor in wanted.values())
-    assert set(report.files) == {path.name for path in (tmp_path / "out").glob("*.safetensors")}
-    assert (len(report.files) == 1) == (limit == 10**9)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out"]
-
-
-def test_every_file_says_that_it_is_for_torch(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "c", {"model": module()})
-    export_hf(tmp_path / "c", tmp_path / "out", max_shard_nbytes=100)
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            assert file.metadata() == {"format": "pt"}
+    for limit in (1, 100, 250, 10**9):
+        out = tmp_path / f"out{limit}"
+        report = export_hf(tmp_path / "c", out, max_shard_nbytes=limit)
+        found, wanted = exported(out), net.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(same(found[name], wanted[name]) for name in wanted)
+        assert report.num_tensors == len(wanted)
+        assert report.nbytes == sum(tensor.nbytes for tensor in wanted.values())
+        assert set(report.files) == {path.name for path in out.glob("*.safetensors")}
+        assert (len(report.files) == 1) == (limit == 10**9)
+        for name in report.files:
+            with safe_open(out / name, "pt") as file:
+                assert file.metadata() == {"format": "pt"}
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_weights_saved_in_many_chunks_come_out_whole(tmp_path: Path) -> None:
@@ -94,21 +84,22 @@ def test_weights_saved_in_many_chunks_come_out_whole(tmp_path: Path) -> None:
         assert found[name].reshape(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("target", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
-def test_cast_rounds_as_torch_does(tmp_path: Path, source: str, target: Any) -> None:
+def test_cast_rounds_as_torch_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
     special = [0.0, -0.0, 1e-7, 6e-8, 2.0**-24, 2.0**-25 * 1.5, 6e4, 1.00390625, 1.01171875, np.inf]
     values = torch.cat([torch.randn(5000, dtype=torch.float64), torch.tensor(special, dtype=torch.float64)])
-    w = values.to(getattr(torch, source))
-    state = {"w": w, "ids": torch.arange(5), "mask": torch.tensor([True]), "z": torch.tensor([1 + 2j])}
-    reknit.save(tmp_path / "c", {"model": state})
-    report = export_hf(tmp_path / "c", tmp_path / "out", dtype=target)
-    found = exported(tmp_path / "out")
-    assert same(found["w"], w.to(getattr(torch, target)))
-    assert all(same(found[name], state[name]) for name in ("ids", "mask", "z"))
-    assert report.cast == (() if source == target else ("w",))
-    assert not report.overflowed
+    others = {"ids": torch.arange(5), "mask": torch.tensor([True]), "z": torch.tensor([1 + 2j])}
+    dtypes = torch.float64, torch.float32, torch.float16, torch.bfloat16
+    weights = {str(dtype): values.to(dtype) for dtype in dtypes}
+    reknit.save(tmp_path / "c", {"model": weights | others})
+    for dtype in dtypes[1:]:
+        name = str(dtype).removeprefix("torch.")
+        report = export_hf(tmp_path / "c", tmp_path / name, dtype=cast("Any", name))
+        found = exported(tmp_path / name)
+        assert all(same(found[source], w.to(dtype)) for source, w in weights.items())
+        assert all(same(found[other], tensor) for other, tensor in others.items())
+        assert set(report.cast) == weights.keys() - {str(dtype)}
+        assert not report.overflowed
 
 
 def test_numbers_that_become_infinite_are_counted(tmp_path: Path) -> None:
@@ -142,12 +133,19 @@ class Tied(torch.nn.Module):
         self.a_head.weight = self.embed.weight
 
 
-def test_a_tied_weight_is_written_once_under_the_name_that_came_first(tmp_path: Path) -> None:
+def test_tied_weights_are_written_once_under_the_name_that_came_first_or_twice_on_request(
+    tmp_path: Path,
+) -> None:
     net = Tied()
     reknit.save(tmp_path / "c", {"model": net})
-    report = export_hf(tmp_path / "c", tmp_path / "out")
+    report = export_hf(tmp_path / "c", tmp_path / "once")
     assert report.tied == {"a_head.weight": "embed.weight"}
-    assert set(exported(tmp_path / "out")) == {"embed.weight", "body.weight", "body.bias"}
+    assert set(exported(tmp_path / "once")) == {"embed.weight", "body.weight", "body.bias"}
+    report = export_hf(tmp_path / "c", tmp_path / "twice", keep_tied=True)
+    found = exported(tmp_path / "twice")
+    assert report.tied == {}
+    assert found.keys() == net.state_dict().keys()
+    assert same(found["a_head.weight"], net.embed.weight)
 
 
 def test_a_tensor_without_elements_does_not_hide_the_name_that_came_first(tmp_path: Path) -> None:
@@ -157,16 +155,6 @@ def test_a_tensor_without_elements_does_not_hide_the_name_that_came_first(tmp_pa
     model.register_buffer("b", torch.zeros(0))
     reknit.save(tmp_path / "c", {"model": model})
     assert export_hf(tmp_path / "c", tmp_path / "out").tied == {"a": "z"}
-
-
-def test_tied_weights_are_written_twice_on_request(tmp_path: Path) -> None:
-    net = Tied()
-    reknit.save(tmp_path / "c", {"model": net})
-    report = export_hf(tmp_path / "c", tmp_path / "out", keep_tied=True)
-    found = exported(tmp_path / "out")
-    assert report.tied == {}
-    assert found.keys() == net.state_dict().keys()
-    assert same(found["a_head.weight"], net.embed.weight)
 
 
 def test_equal_weights_that_are_not_tied_are_all_written(tmp_path: Path) -> None:
@@ -183,35 +171,21 @@ def test_names_of_nested_mappings_are_joined_by_dots(tmp_path: Path) -> None:
     assert plain_name("a/~20/b~1c") == "a.0.b/c"
 
 
-def test_two_tensors_of_one_plain_name_are_refused(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "c", {"model": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}})
-    with pytest.raises(reknit.MismatchError, match=r"a\.b"):
-        export_hf(tmp_path / "c", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_dtype_that_safetensors_lacks_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
-    state = {"fine": torch.ones(1), "odd": torch.ones(2, dtype=torch.complex128)}
-    reknit.save(tmp_path / "c", {"model": state})
-    with pytest.raises(reknit.MismatchError, match=r"'odd', a complex128\[2\]"):
-        export_hf(tmp_path / "c", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
-
-
-def test_an_unknown_item_is_an_error_that_names_the_others(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "c", {"net": {"w": torch.ones(1)}, "lr": 0.1})
-    for item in ("model", "lr"):
-        with pytest.raises(reknit.UsageError, match="'net'"):
-            export_hf(tmp_path / "c", tmp_path / "out", item=item)
-
-
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
-    reknit.save(tmp_path / "c", {"model": module()})
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("{}")
-    with pytest.raises(reknit.UsageError, match="not empty"):
-        export_hf(tmp_path / "c", tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+def test_what_a_folder_of_weights_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    odd = {"fine": torch.ones(1), "odd": torch.ones(2, dtype=torch.complex128)}
+    states: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+        ({"model": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}}, {}, reknit.MismatchError, r"a\.b"),
+        ({"model": odd}, {}, reknit.MismatchError, r"'odd', a complex128\[2\]"),
+        ({"net": {"w": torch.ones(1)}, "lr": 0.1}, {}, reknit.UsageError, "'net'"),
+        ({"net": {"w": torch.ones(1)}, "lr": 0.1}, {"item": "lr"}, reknit.UsageError, "'net'"),
+        ({"model": {}}, {"dtype": "int8"}, reknit.UsageError, "dtype"),
+        ({"model": {}}, {"max_shard_nbytes": 0}, reknit.UsageError, "max_shard_nbytes"),
+    ]
+    for number, (state, options, error, named) in enumerate(states):
+        reknit.save(tmp_path / str(number), state)
+        with pytest.raises(error, match=named):
+            export_hf(tmp_path / str(number), tmp_path / "out", **options)
+    assert len(list(tmp_path.iterdir())) == len(states)
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
@@ -221,29 +195,26 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     assert len(exported(tmp_path / "out")) == len(module().state_dict())
 
 
-@pytest.mark.parametrize(("first", "second"), [(100, 10**9), (10**9, 100), (100, 250), (10**9, 10**9)])
-def test_overwrite_replaces_weights_and_keeps_other_files(tmp_path: Path, first: int, second: int) -> None:
+def test_overwrite_replaces_weights_and_keeps_other_files(tmp_path: Path) -> None:
     reknit.save(tmp_path / "old", {"model": {"w": torch.ones(100), "v": torch.ones(50)}})
     reknit.save(tmp_path / "new", {"model": {"w": torch.zeros(100), "u": torch.ones(30)}})
-    export_hf(tmp_path / "old", tmp_path / "out", max_shard_nbytes=first)
-    (tmp_path / "out" / "config.json").write_text("{}")
-    report = export_hf(tmp_path / "new", tmp_path / "out", max_shard_nbytes=second, overwrite=True)
-    assert {path.name for path in (tmp_path / "out").glob("*.safetensors")} == set(report.files)
-    found = exported(tmp_path / "out")
-    assert set(found) == {"w", "u"}
-    assert not found["w"].any()
-    assert (tmp_path / "out" / "config.json").exists()
+    for first, second in ((100, 10**9), (10**9, 100), (100, 250), (10**9, 10**9)):
+        out = tmp_path / f"{first}-{second}"
+        export_hf(tmp_path / "old", out, max_shard_nbytes=first)
+        (out / "config.json").write_text("{}")
+        report = export_hf(tmp_path / "new", out, max_shard_nbytes=second, overwrite=True)
+        assert {path.name for path in out.glob("*.safetensors")} == set(report.files)
+        found = exported(out)
+        assert set(found) == {"w", "u"}
+        assert not found["w"].any()
+        assert (out / "config.json").exists()
 
 
 def test_damage_that_shows_midway_leaves_the_old_export_and_no_traces(tmp_path: Path) -> None:
     reknit.save(tmp_path / "old", {"model": {"w": torch.ones(100)}})
     export_hf(tmp_path / "old", tmp_path / "out")
     reknit.save(tmp_path / "new", {"model": {"w": torch.zeros(3_000_000), "x": torch.ones(1_000_000)}})
-    (file,) = (tmp_path / "new" / "model").glob("*.safetensors")
-    damaged = bytearray(file.read_bytes())
-    damaged[-5] ^= 4
-    file.chmod(0o644)
-    file.write_bytes(damaged)
+    damage(tmp_path / "new")
     with pytest.raises(reknit.CorruptError):
         export_hf(tmp_path / "new", tmp_path / "out", overwrite=True, max_shard_nbytes=100)
     assert set(exported(tmp_path / "out")) == {"w"}
@@ -289,31 +260,6 @@ def test_an_overwrite_cut_off_at_any_point_leaves_old_none_or_new(
         if finished:
             break
     assert outcomes == {"old", "none", "new"}
-
-
-@pytest.mark.parametrize("arguments", [{"dtype": "int8"}, {"max_shard_nbytes": 0}])
-def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path, arguments: Any) -> None:
-    with pytest.raises(reknit.UsageError):
-        export_hf(tmp_path / "absent", tmp_path / "out", **arguments)
-
-
-@pytest.mark.parametrize("out", ["", "mem://x", "s3://bucket/x"])
-def test_only_a_local_folder_is_a_place_for_an_export(tmp_path: Path, out: str) -> None:
-    with pytest.raises(reknit.UsageError, match="local folder"):
-        export_hf(tmp_path / "c", out)
-
-
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(reknit.UsageError, match="not a folder"):
-        export_hf(tmp_path / "c", tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out").read_text() == "mine"
-
-
-def test_a_path_without_a_checkpoint_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(reknit.CheckpointNotFoundError):
-        export_hf(tmp_path / "absent", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20), limit=st.integers(1, 40))
