@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import signal
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -84,87 +84,46 @@ def _without_an_optimizer(path: str, stage: int) -> bool:
     return all(map(torch.equal, one, other))
 
 
-@cache
-def seen(root: str) -> list[dict[str, Any]]:
-    return run(2, go_on, root)
-
-
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root: Path = tmp_path_factory.mktemp("integration")
-    return seen(str(root))[0]
-
-
-def test_training_goes_on_bit_for_bit_in_a_new_engine(outcome: dict[str, Any]) -> None:
-    expected, found = outcome["losses"]
-    assert found == expected
-    assert outcome["rates"][0] == outcome["rates"][1]
-
-
-def test_the_step_is_the_engines_own_where_none_is_given(outcome: dict[str, Any]) -> None:
-    assert outcome["report"] == 3
-
-
-def test_counters_come_back_whatever_the_stage(outcome: dict[str, Any]) -> None:
-    first, *others = outcome["counters"]
+def test_one_call_restores_all_or_a_part_of_an_engine_bit_for_bit(tmp_path: Path) -> None:
+    found = run(2, go_on, str(tmp_path))[0]
+    assert found["report"] == 3, "the step is the engine's own where none is given"
+    expected, losses = found["losses"]
+    assert losses == expected
+    assert found["rates"][0] == found["rates"][1]
+    first, *others = found["counters"]
     assert first["global_steps"] == first["micro_steps"] == 3
-    assert others == [first, first]
-
-
-def test_client_state_and_more_items_come_back(outcome: dict[str, Any]) -> None:
-    path, client = outcome["loaded"]
+    assert others == [first, first], "whatever the stage"
+    path, client = found["loaded"]
     assert path.endswith("/a")
     assert torch.equal(client.pop("noise"), CLIENT["noise"])  # type: ignore[arg-type]
     assert client == {"epoch": 3, "nested": {"best": [0.5, 0.25]}}
-    assert torch.equal(outcome["average"], torch.full((3,), 2.5))
-
-
-def test_the_module_can_be_loaded_alone(outcome: dict[str, Any]) -> None:
-    (_, client), same_counters = outcome["alone"]
+    assert torch.equal(found["average"], torch.full((3,), 2.5))
+    assert found["states kept"], "the optimizer can be left as it is"
+    assert found["not trained"] == [True, True], "an engine may have no optimizer"
+    (_, client), same_counters = found["alone"]
     assert client == {}
     assert same_counters
-    resharded, alone = outcome["first losses"]
+    resharded, alone = found["first losses"]
     # Not that of the first engine: with ZeRO-3, DeepSpeed changes the rounding of torch in linear maps.
     assert alone == resharded
-    assert alone == pytest.approx(outcome["losses"][0][0], rel=1e-3)
+    assert alone == pytest.approx(expected[0], rel=1e-3)
 
 
-def test_the_optimizer_can_be_left_as_it_is(outcome: dict[str, Any]) -> None:
-    assert outcome["states kept"]
-
-
-def test_an_engine_without_an_optimizer_comes_back(outcome: dict[str, Any]) -> None:
-    assert outcome["not trained"] == [True, True]
-
-
-def test_what_is_no_engine_is_refused() -> None:
-    with pytest.raises(UsageError, match="is not a DeepSpeed engine"):
-        integration.save(torch.nn.Linear(2, 2), "nowhere")
-
-
-@pytest.mark.parametrize("is_of_deepspeed", [True, False])
 def test_only_checkpoints_of_deepspeed_stop_a_script_that_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_of_deepspeed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
-    name = "global_step9/mp_rank_00_model_states.pt" if is_of_deepspeed else "base/model.pt"
-    (tmp_path / name).parent.mkdir()
-    torch.save({"weight": torch.zeros(2)}, tmp_path / name)
+    (tmp_path / "base").mkdir()
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "base/model.pt")
     torch.save({"ids": torch.zeros(2)}, tmp_path / "dataset.pt")
     engine = SimpleNamespace()
     integration.take_over(engine)
-    if not is_of_deepspeed:
-        assert engine.load_checkpoint(str(tmp_path)) == (None, {})
-        return
+    assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+    (tmp_path / "global_step9").mkdir()
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "global_step9/mp_rank_00_model_states.pt")
     with pytest.raises(UsageError, match="global_step9") as refused:
         engine.load_checkpoint(str(tmp_path))
     assert "before take_over" in str(refused.value.remedy)
-
-
-def test_items_do_not_take_the_names_of_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
-    with pytest.raises(UsageError, match="model"):
-        integration.load(None, "nowhere", items={"model": 1})
 
 
 def train_as_before(root: str, layout: str, last: int, seed: int | None) -> tuple[list[float], str | None]:
@@ -254,7 +213,11 @@ def test_a_resumed_script_has_the_losses_of_one_that_was_not_interrupted(tmp_pat
 def test_what_reknit_does_not_do_for_a_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="is not a DeepSpeed engine"):
         integration.take_over(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="is not a DeepSpeed engine"):
+        integration.save(torch.nn.Linear(2, 2), "nowhere")
     monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
+    with pytest.raises(UsageError, match="model"):
+        integration.load(None, "nowhere", items={"model": 1})
     engine = SimpleNamespace(global_steps=1)
     integration.take_over(engine)
     with pytest.raises(UsageError, match="leave exclude_frozen_parameters out"):
