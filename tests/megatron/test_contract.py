@@ -23,6 +23,7 @@ from tests.megatron.layouts import Layout
 from tests.optional import needs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from reknit.frameworks.torch.flat_part import FlatPart
@@ -32,6 +33,11 @@ pytestmark = needs("megatron", "Megatron-Core")
 run = partial(ranks.run, warm="megatron")
 
 HERE = Place("model")
+
+
+def each(check: Callable[[Layout], None], layouts: list[Layout]) -> None:
+    for layout in layouts:
+        check(layout)
 
 
 def ranges(layout: Layout) -> None:
@@ -63,12 +69,13 @@ def ranges(layout: Layout) -> None:
     assert precisions == ({True, False} if layout.mixed else {layout.bf16})
 
 
-@pytest.mark.parametrize(("bf16", "mixed"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("distributed", [False, True])
-def test_ranges_of_optimizers_are_elements_of_the_parameters(
-    bf16: bool, mixed: bool, distributed: bool
-) -> None:
-    run(2, ranges, Layout(2, bf16=bf16, mixed=mixed, distributed=distributed, bucket=2000, layers=2))
+def test_ranges_of_optimizers_are_elements_of_the_parameters() -> None:
+    layouts = [
+        Layout(2, bf16=bf16, mixed=mixed, distributed=distributed, bucket=2000, layers=2)
+        for bf16, mixed in ((False, False), (True, False), (True, True))
+        for distributed in (False, True)
+    ]
+    run(2, each, ranges, layouts)
 
 
 def groups(layout: Layout) -> None:
@@ -93,19 +100,15 @@ def groups(layout: Layout) -> None:
             assert said == having, key
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
+def test_ranks_that_are_said_to_hold_the_same_do() -> None:
+    layouts = [
         Layout(4, tp=2, layers=2),
         Layout(4, cp=2, layers=2),
         Layout(4, tp=2, pp=2, layers=2),
         Layout(4, experts=4, ep=2, etp=2, layers=2),
         Layout(4, experts=4, ep=2, pp=2, layers=2),
-    ],
-    ids=["tp2-dp2", "cp2-dp2", "tp2-pp2", "ep2-etp2", "ep2-pp2"],
-)
-def test_ranks_that_are_said_to_hold_the_same_do(layout: Layout) -> None:
-    run(4, groups, layout)
+    ]
+    run(4, each, groups, layouts)
 
 
 def transposing_factory() -> list[tuple[str, FlatPart]]:
