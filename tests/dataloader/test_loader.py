@@ -99,41 +99,28 @@ def test_no_piece_overtakes_another_of_its_source() -> None:
         assert all(a < b for entries in by_source.values() for a, b in pairwise(entries))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_a_loader_goes_on_bit_for_bit_whatever_was_made_ahead(num_workers: int) -> None:
-    whole = list(loader([WEB, CODE], num_workers=num_workers))
-    one = loader([WEB, CODE], num_workers=num_workers, prefetch=5)
-    assert equal(list(islice(one, 20)), whole[:20])
-    checkpoint = save({"l": one})
-    other = loader([WEB, CODE], num_workers=num_workers)
-    next(other)
-    load({"l": other}, checkpoint)
-    assert equal(list(other), whole[20:])
-    assert equal(list(one), whole[20:])  # saving changed nothing
+def test_a_loader_goes_on_bit_for_bit_whatever_was_made_ahead() -> None:
+    for num_workers in (0, 1, 3):
+        whole = list(loader([WEB, CODE], num_workers=num_workers))
+        one = loader([WEB, CODE], num_workers=num_workers, prefetch=5)
+        assert equal(list(islice(one, 20)), whole[:20])
+        checkpoint = save({"l": one})
+        other = loader([WEB, CODE], num_workers=num_workers)
+        next(other)
+        load({"l": other}, checkpoint)
+        assert equal(list(other), whole[20:]), num_workers
+        assert equal(list(one), whole[20:]), "saving changed nothing"
 
 
-def test_one_worker_goes_on_where_no_worker_was() -> None:
-    whole = list(loader([WEB]))
-    one = loader([WEB])
-    list(islice(one, 9))
-    other = loader([WEB], num_workers=1)
-    load({"l": other}, save({"l": one}))
-    assert equal(list(other), whole[9:])
-
-
-def test_a_loader_that_gave_nothing_yet_can_be_saved() -> None:
-    other = loader([WEB, CODE], num_workers=2)
-    load({"l": other}, save({"l": loader([WEB, CODE], num_workers=2)}))
-    assert equal(list(other), list(loader([WEB, CODE], num_workers=2)))
-
-
-def test_a_loader_at_its_end_stays_there() -> None:
-    one = loader([WEB])
-    list(one)
-    other = loader([WEB])
-    load({"l": other}, save({"l": one}))
-    assert list(other) == []
-    assert list(one) == []
+def test_a_loader_goes_on_at_its_beginning_at_its_end_and_with_one_worker_where_no_worker_was() -> None:
+    beyond_the_end = 1000
+    for taken, before, now in ((0, 2, 2), (9, 0, 1), (beyond_the_end, 0, 0)):
+        one, other = loader([WEB], num_workers=before), loader([WEB], num_workers=now)
+        list(islice(one, taken))
+        load({"l": other}, save({"l": one}))
+        expected = list(loader([WEB], num_workers=before))[taken:]
+        assert equal(list(other), expected), taken
+        assert equal(list(one), expected), taken
 
 
 def test_ranks_without_a_source_read_nothing_and_get_something_when_there_are_fewer() -> None:
@@ -151,24 +138,23 @@ def test_ranks_that_read_for_ever_need_a_source_each() -> None:
         loader([token_set("web", 10, 2)], 0, 4, epochs=None)
 
 
-@pytest.mark.parametrize(
-    ("change", "reported"),
-    [
-        ({"seed": 7}, "seed = 0, and this one 7"),
-        ({"shuffle": False}, "shuffle = True, and this one False"),
-        ({"dtype": "int64"}, "dtype = 'int32'"),
-        ({"token_budget": BUDGET // 2}, "keep the token budget"),
-    ],
-)
-def test_another_order_of_the_data_is_refused_before_anything_changes(
-    change: dict[str, Any], reported: str
-) -> None:
-    one = loader([WEB])
-    checkpoint = save({"l": one})
-    other = loader([WEB], **change)
-    want = wanted({"l": other}, checkpoint.catalog(), 0, 1)
-    assert [reported in why for _, _, why in want.mismatched] == [True]
-    assert equal(list(other), list(loader([WEB], **change)))
+def test_another_order_of_the_data_and_other_data_are_refused_before_anything_changes() -> None:
+    checkpoint = save({"l": loader([WEB])})
+    changes: list[tuple[list[TokenSet], dict[str, Any], str]] = [
+        ([WEB], {"seed": 7}, "seed = 0, and this one 7"),
+        ([WEB], {"shuffle": False}, "shuffle = True, and this one False"),
+        ([WEB], {"dtype": "int64"}, "dtype = 'int32'"),
+        ([WEB], {"token_budget": BUDGET // 2}, "keep the token budget"),
+        ([CODE], {}, "token_sets"),
+        ([WEB, CODE], {}, "token_sets"),
+        ([token_set("web", 121, 6)], {}, "token_sets"),
+        ([token_set("web", 120, 5)], {}, "token_sets"),
+    ]
+    for sets, change, reported in changes:
+        other = loader(sets, **change)
+        want = wanted({"l": other}, checkpoint.catalog(), 0, 1)
+        assert [reported in why for _, _, why in want.mismatched] == [True], (sets, change)
+        assert equal(list(other), list(loader(sets, **change)))
 
 
 def test_data_begin_anew_where_an_exception_leaves_a_loader_out(tmp_path: Path) -> None:
@@ -181,14 +167,6 @@ def test_data_begin_anew_where_an_exception_leaves_a_loader_out(tmp_path: Path) 
     reknit.load(tmp_path / "x", {"loader": other, "progress": progress}, strict=["!loader*"])
     assert progress == {"step": 3}
     assert equal(list(other), list(loader([CODE])))
-
-
-def test_other_data_are_refused() -> None:
-    checkpoint = save({"l": loader([WEB])})
-    for sets in ([CODE], [WEB, CODE], [token_set("web", 121, 6)], [token_set("web", 120, 5)]):
-        want = wanted({"l": loader(sets)}, checkpoint.catalog(), 0, 1)
-        assert len(want.mismatched) == 1
-        assert "token_sets" in want.mismatched[0][2]
 
 
 def test_ratios_epochs_and_a_larger_budget_may_change() -> None:
@@ -274,20 +252,16 @@ def test_a_place_on_a_mesh_counts_data_parallel_ranks_and_the_others_apart() -> 
         ReaderPlace.on_mesh(Mesh(), "cp")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"token_budget": 0},
-        {"epochs": 0},
-        {"buffer_tokens": 0},
-        {"save_every": 0},
-        {"num_workers": -1},
-        {"place": ReaderPlace(2, 2)},
-    ],
-)
-def test_a_loader_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        TokenLoader([WEB], **{"token_budget": 8, **wrong})
+def test_a_loader_that_cannot_be_is_refused() -> None:
+    numbers = {"token_budget": 0, "epochs": 0, "buffer_tokens": 0, "save_every": 0, "num_workers": -1}
+    wrong: list[dict[str, Any]] = [{name: number} for name, number in numbers.items()]
+    for options in (*wrong, {"place": ReaderPlace(2, 2)}):
+        with pytest.raises(UsageError):
+            TokenLoader([WEB], **{"token_budget": 8, **options})
+    with pytest.raises(UsageError, match="different names"):
+        loader([WEB, WEB])
+    with pytest.raises(UsageError, match="a ratio above 0"):
+        TokenSet(name="web", open=rows, ratio=0.0)
 
 
 def test_tokens_that_do_not_fit_into_the_batch_type_are_refused_and_not_cut() -> None:
@@ -295,13 +269,6 @@ def test_tokens_that_do_not_fit_into_the_batch_type_are_refused_and_not_cut() ->
     assert next(loader([large], dtype="uint16")).tokens[:2].tolist() == [1, 40_000]
     with pytest.raises(StateError, match="sample 0 of 'web' has tokens that are not int16"):
         next(loader([large], dtype="int16"))
-
-
-def test_token_sets_need_names_of_their_own() -> None:
-    with pytest.raises(UsageError, match="different names"):
-        loader([WEB, WEB])
-    with pytest.raises(UsageError, match="a ratio above 0"):
-        TokenSet(name="web", open=rows, ratio=0.0)
 
 
 def test_a_shard_whose_items_do_not_fit_into_a_batch_is_refused() -> None:

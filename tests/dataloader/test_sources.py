@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-LOADERS = {"SourceLoader": of_sources, "ShardedDataLoader": of_torchdata}
+LOADERS = of_sources, of_torchdata
 
 
 def plain(value: Any) -> int:
@@ -65,13 +66,10 @@ class Job:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_cut_of_every_kind_of_source_gives_each_value_once_on_any_ranks(kind: str, loader: str) -> None:
-    def make(place: ReaderPlace) -> Any:
-        return LOADERS[loader](KINDS[kind], place)
-
-    for cut, size in product(range(len(VALUES) + 2), (1, 2, 3)):
+def test_every_cut_of_every_kind_of_source_gives_each_value_once_on_any_ranks(kind: str) -> None:
+    for of_kind, cut, size in product(LOADERS, range(len(VALUES) + 2), (1, 2, 3)):
+        make = partial(of_kind, KINDS[kind])
         job = Job(make, 2)
         before = job.read(cut)
         checkpoint = job.saved()
@@ -87,12 +85,12 @@ def test_every_cut_of_every_kind_of_source_gives_each_value_once_on_any_ranks(ki
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loader", LOADERS)
-def test_ranks_in_different_passes_are_resharded_without_loss_or_repetition(loader: str) -> None:
-    for cut, size in product(range(12), (1, 2, 3)):
-        job = Job(lambda place: LOADERS[loader](Counted, place), 2)
+def test_ranks_in_different_passes_are_resharded_without_loss_or_repetition() -> None:
+    for of_kind, cut, size in product(LOADERS, range(12), (1, 2, 3)):
+        make = partial(of_kind, Counted)
+        job = Job(make, 2)
         seen = [value for one in job.ranks for value in islice(_cycle(one), cut)]
-        job = Job(lambda place: LOADERS[loader](Counted, place), size, job.saved())
+        job = Job(make, size, job.saved())
         for _ in range(3):
             seen += [plain(value) for one in job.ranks for value in one]
         for source, length in enumerate(SIZES):
@@ -110,18 +108,19 @@ def test_a_node_that_was_read_before_begins_anew() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("restart", [True, False])
-def test_a_node_loader_in_the_state_does_at_its_end_what_torchdata_does(restart: bool) -> None:
+def test_a_node_loader_in_the_state_does_at_its_end_what_torchdata_does() -> None:
     nodes = installed("torchdata.nodes")
-    job = [
-        nodes.Loader(nodes.IterableWrapper(numbers(0)), restart_on_stop_iteration=restart) for _ in range(3)
-    ]
-    assert list(islice(job[0], SIZES[0])) == numbers(0)
-    kept = Kept()
-    load({"data": kept}, assemble([collect({"data": job[0]}, 0, 1)]))
-    job[1].load_state_dict(kept.values)
-    job[2].load_state_dict(job[0].state_dict())
-    assert list(job[1]) == list(job[2]) == (numbers(0) if restart else [])
+    for restart in (True, False):
+        job = [
+            nodes.Loader(nodes.IterableWrapper(numbers(0)), restart_on_stop_iteration=restart)
+            for _ in range(3)
+        ]
+        assert list(islice(job[0], SIZES[0])) == numbers(0)
+        kept = Kept()
+        load({"data": kept}, assemble([collect({"data": job[0]}, 0, 1)]))
+        job[1].load_state_dict(kept.values)
+        job[2].load_state_dict(job[0].state_dict())
+        assert list(job[1]) == list(job[2]) == (numbers(0) if restart else [])
 
 
 def test_an_error_of_the_value_after_a_save_comes_when_that_value_is_taken() -> None:
@@ -153,12 +152,12 @@ class Resettable:
         """Begin anew."""
 
 
-@pytest.mark.parametrize("source", [numbers(0), Resettable()], ids=["list", "reset without a state"])
-def test_sources_without_a_resumable_state_are_refused(source: Any) -> None:
-    one = SourceLoader(lambda n: source, 1)
-    next(one)
-    with pytest.raises(UsageError, match="has no resumable state"):
-        one.sharded_state()
+def test_sources_without_a_resumable_state_are_refused() -> None:
+    for source in (numbers(0), Resettable()):
+        one = SourceLoader(lambda n, source=source: source, 1)
+        next(one)
+        with pytest.raises(UsageError, match="has no resumable state"):
+            one.sharded_state()
 
 
 def of(source: int, seen: Sequence[int]) -> list[int]:

@@ -179,26 +179,18 @@ def test_a_second_for_over_another_dataset_is_refused_instead_of_giving_nothing(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrapped", [lambda loader: loader, PerRank], ids=["as it is", "PerRank"])
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (2, 0), (0, 2)])
-def test_a_loader_of_an_older_checkpoint_with_other_workers_is_refused_before_anything_changes(
-    before: int, now: int, wrapped: Any
-) -> None:
-    other = map_style(now)
-    with pytest.raises(
-        MismatchError,
-        match=f"num_workers={before} was saved, and this one has num_workers={now}\n.*keep the ranks, worker",
-    ):
-        wanted({"data": wrapped(other)}, checkpoint_of(before, wrapped).catalog(), 0, 1)
-    assert other.next_iter_state is None
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrapped", [lambda loader: loader, PerRank], ids=["as it is", "PerRank"])
-def test_a_stateful_data_loader_with_the_same_workers_is_resumed(wrapped: Any) -> None:
-    other = map_style(0)
-    load({"data": wrapped(other)}, checkpoint_of(0, wrapped))
-    assert list(other) == [2, 3, 4, 5]
+def test_a_loader_of_an_older_checkpoint_is_resumed_with_the_same_workers_and_refused_with_others() -> None:
+    wrappers: list[Any] = [lambda loader: loader, PerRank]
+    for wrapped in wrappers:
+        for before, now in ((2, 1), (2, 0), (0, 2)):
+            other = map_style(now)
+            why = f"={before} was saved, and this one has num_workers={now}\n.*keep the ranks, worker"
+            with pytest.raises(MismatchError, match=why):
+                wanted({"data": wrapped(other)}, checkpoint_of(before, wrapped).catalog(), 0, 1)
+            assert other.next_iter_state is None
+        other = map_style(0)
+        load({"data": wrapped(other)}, checkpoint_of(0, wrapped))
+        assert list(other) == [2, 3, 4, 5]
 
 
 def map_style(num_workers: int) -> Any:
