@@ -65,12 +65,10 @@ def test_other_seeds_give_other_orders() -> None:
     assert len(orders) > 1
 
 
-@every_simulated_device
-def test_only_the_sleep_that_the_host_waits_for_is_skipped(
-    accelerator: Accelerator, device_type: str
-) -> None:
-    training, stream = of(device_type).current_stream(), of(device_type).Stream()
-    first, later = torch.Event(device=device_type), torch.Event(device=device_type)
+@on_simulated_cuda
+def test_only_the_sleep_that_the_host_waits_for_is_skipped(accelerator: Accelerator) -> None:
+    training, stream = of("cuda").current_stream(), of("cuda").Stream()
+    first, later = torch.Event(device="cuda"), torch.Event(device="cuda")
     before = accelerator.waited_s()
     accelerator.sleep(training, 100)
     stream.wait_stream(training)
@@ -84,11 +82,9 @@ def test_only_the_sleep_that_the_host_waits_for_is_skipped(
     assert 900 < accelerator.waited_s() - before <= 1100
 
 
-@every_simulated_device
-def test_what_another_thread_waits_for_is_not_the_wait_of_this_one(
-    accelerator: Accelerator, device_type: str
-) -> None:
-    stream, before = of(device_type).current_stream(), accelerator.waited_s()
+@on_simulated_cuda
+def test_what_another_thread_waits_for_is_not_the_wait_of_this_one(accelerator: Accelerator) -> None:
+    stream, before = of("cuda").current_stream(), accelerator.waited_s()
     accelerator.sleep(stream, 100)
     thread = threading.Thread(target=stream.synchronize)
     thread.start()
@@ -153,14 +149,12 @@ def test_a_process_has_one_kind_of_device(accelerator: Accelerator, device_type:
 # Memory.
 
 
-@every_simulated_device
-def test_freed_memory_is_given_out_again_at_once_and_has_a_pattern(
-    accelerator: Accelerator, device_type: str
-) -> None:
-    first = torch.ones(1000, device=device_type)
+@on_simulated_cuda
+def test_freed_memory_is_given_out_again_at_once_and_has_a_pattern(accelerator: Accelerator) -> None:
+    first = torch.ones(1000, device="cuda")
     address = first.data_ptr()
     del first
-    second = torch.empty(1000, device=device_type)
+    second = torch.empty(1000, device="cuda")
     assert second.data_ptr() == address
     assert second.view(torch.uint8).eq(0xDB).all()
 
@@ -183,30 +177,28 @@ def test_a_device_has_so_much_memory_and_what_is_freed_in_small_pieces_serves_la
     assert whole.cpu().eq(1).all()
 
 
-@every_simulated_device
-def test_all_addresses_of_a_device_serve_again(accelerator: Accelerator, device_type: str) -> None:
+@on_simulated_cuda
+def test_all_addresses_of_a_device_serve_again(accelerator: Accelerator) -> None:
     # Sizes that all differ, and more of them than there are addresses.
     for n in range(24):
-        assert torch.empty((32 + n) * MIB, dtype=torch.uint8, device=f"{device_type}:2").data_ptr()
+        assert torch.empty((32 + n) * MIB, dtype=torch.uint8, device="cuda:2").data_ptr()
 
 
 # Failures on demand.
 
 
-@every_simulated_device
-def test_an_allocation_fails_where_a_test_wants_it(accelerator: Accelerator, device_type: str) -> None:
+@on_simulated_cuda
+def test_an_allocation_fails_where_a_test_wants_it(accelerator: Accelerator) -> None:
     accelerator.refuse_memory(after=1)
-    torch.empty(1, device=device_type)
+    torch.empty(1, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(1, device=device_type)
-    torch.empty(1, device=device_type)
+        torch.empty(1, device="cuda")
+    torch.empty(1, device="cuda")
 
 
-@every_simulated_device
-def test_a_copy_fails_where_a_test_wants_it_and_the_device_stays_broken(
-    accelerator: Accelerator, device_type: str
-) -> None:
-    live, out = torch.ones(2, device=device_type), torch.zeros(2, pin_memory=True)
+@on_simulated_cuda
+def test_a_copy_fails_where_a_test_wants_it_and_the_device_stays_broken(accelerator: Accelerator) -> None:
+    live, out = torch.ones(2, device="cuda"), torch.zeros(2, pin_memory=True)
     accelerator.fail_copy(after=1)
     out.copy_(live, non_blocking=True)
     torch.accelerator.synchronize()
@@ -216,7 +208,7 @@ def test_a_copy_fails_where_a_test_wants_it_and_the_device_stays_broken(
         with pytest.raises(RuntimeError, match="a copy failed"):
             torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match="a copy failed"):
-        torch.ones(1, device=device_type)
+        torch.ones(1, device="cuda")
     accelerator.forget_errors()
     assert out.tolist() == [1, 1]
     assert live.tolist() == [2, 2]
@@ -238,14 +230,12 @@ def test_a_driver_that_refuses_to_pin_leaves_an_error_for_the_next_kernel(accele
     assert [runtime.cudaHostUnregister(place + 4096), runtime.cudaHostUnregister(place)] == [713, 0]
 
 
-@every_simulated_device
-def test_a_copy_across_the_border_of_pinned_memory_is_refused(
-    accelerator: Accelerator, device_type: str
-) -> None:
+@on_simulated_cuda
+def test_a_copy_across_the_border_of_pinned_memory_is_refused(accelerator: Accelerator) -> None:
     memory = np.zeros(8192, np.uint8)
     assert accelerator.pin(memory.ctypes.data, 4096) == 0
     with pytest.raises(RuntimeError, match="crosses the border"):
-        torch.from_numpy(memory).copy_(torch.ones(8192, dtype=torch.uint8, device=device_type))
+        torch.from_numpy(memory).copy_(torch.ones(8192, dtype=torch.uint8, device="cuda"))
     assert accelerator.unpin(memory.ctypes.data) == 0
 
 
