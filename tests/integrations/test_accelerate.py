@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import runpy
 import signal
-import sys
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -177,23 +175,6 @@ def test_the_example_goes_on_with_another_number_of_processes(tmp_path: Path) ->
     (loss,) = run(1, example, str(tmp_path), 12)
     assert 0 < loss < 1
     assert reknit.latest(tmp_path) == str(tmp_path / "step_00000010")
-
-
-def without_the_package(package: str, module: str) -> str:
-    name = f"reknit.integrations.{module}"
-    sys.modules.pop(name, None)
-    vars(sys)["modules"][package] = None
-    try:
-        import_module(name)
-    except reknit.ReknitError as error:
-        return f"{type(error).__name__}: {error}"
-    return "it was imported"
-
-
-def test_without_accelerate_the_error_names_the_extra() -> None:
-    (text,) = ranks.run(1, without_the_package, "accelerate", "accelerate")
-    assert text.startswith("MissingExtraError")
-    assert "pip install 'reknit[accelerate]'" in text
 
 
 def beside_its_folders(folder: str) -> tuple[str, int, int]:

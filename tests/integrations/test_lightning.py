@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from reknit.frameworks.same_value import same_value
 from reknit.frameworks.stateful import Kept
 from tests import ranks
 from tests.integrations import lightning_job as jobs
-from tests.integrations.test_accelerate import EXAMPLES, without_the_package
+from tests.integrations.test_accelerate import EXAMPLES
 from tests.optional import needs
 from tests.running.examples import is_night
 
@@ -194,11 +193,6 @@ def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> Non
     assert reknit.latest(tmp_path) == str(tmp_path / "step_00000012")
 
 
-def without_both(module: str) -> str:
-    vars(sys)["modules"]["pytorch_lightning"] = None
-    return without_the_package("lightning", module)
-
-
 def with_the_other_package(root: str) -> list[str]:
     """Train with `pytorch_lightning`, in a process that has imported no other Lightning."""
     import pytorch_lightning as pl
@@ -233,12 +227,6 @@ def test_the_package_pytorch_lightning_works_alike(tmp_path: Path) -> None:
         pytest.skip("pytorch_lightning is not installed")
     (paths,) = ranks.run(1, with_the_other_package, str(tmp_path), joined=False)
     assert paths == [str(tmp_path / "step_00000002"), str(tmp_path / "step_00000004")]
-
-
-def test_without_lightning_the_error_names_the_extra() -> None:
-    (text,) = ranks.run(1, without_both, "lightning")
-    assert text.startswith("MissingExtraError")
-    assert "pip install 'reknit[lightning]'" in text
 
 
 def saved_by_lightning(folder: str) -> None:

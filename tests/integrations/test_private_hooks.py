@@ -1,30 +1,39 @@
-"""The private attributes of trainers that integrations use are in the installed versions."""
+"""The private attributes that integrations use are in the installed versions; a missing package is named."""
 
 from __future__ import annotations
 
 import ast
+import sys
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 
-from reknit.errors import UsageError
-from reknit.integrations.trainer_parts.private_hooks import HOOKS, PrivateHook, private, require_hooks
+from reknit.errors import MissingExtraError, UsageError
+from reknit.integrations.trainer_parts.private_hooks import HOOKS, private, require_hooks
+from tests import ranks
 
 
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.owner.split(':')[1]}.{hook.name}")
-def test_the_installed_version_has_it(hook: PrivateHook) -> None:
-    try:
-        installed = distribution(hook.package)
-    except PackageNotFoundError:
-        pytest.skip(f"{hook.package} is not installed")
-    module, name = hook.owner.split(":")
-    # The package is not imported, which takes seconds.
-    tree = ast.parse(Path(str(installed.locate_file(module.replace(".", "/") + ".py"))).read_text())
-    (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    found = {node.name for node in ast.walk(owner) if isinstance(node, ast.FunctionDef)}
-    found |= {node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute)}
-    assert hook.name in found, f"{hook.package} {installed.version} lacks it: {hook.when_gone}"
+@cache
+def parsed(path: str) -> ast.Module:
+    return ast.parse(Path(path).read_text())
+
+
+def test_the_installed_versions_have_them() -> None:
+    for hook in HOOKS:
+        try:
+            installed = distribution(hook.package)
+        except PackageNotFoundError:
+            continue
+        module, name = hook.owner.split(":")
+        # The package is not imported, which takes seconds.
+        tree = parsed(str(installed.locate_file(module.replace(".", "/") + ".py")))
+        (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+        found = {node.name for node in ast.walk(owner) if isinstance(node, ast.FunctionDef)}
+        found |= {node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute)}
+        assert hook.name in found, f"{hook.package} {installed.version} lacks it: {hook.when_gone}"
 
 
 def test_an_attribute_that_is_gone_is_an_error_about_the_version() -> None:
@@ -41,3 +50,31 @@ def test_a_class_without_one_is_an_error_about_the_version() -> None:
     del names["_load_rng_state"]
     with pytest.raises(UsageError, match=r"this version of transformers has no Later\._load_rng_state"):
         require_hooks("transformers", type("Later", (), names))
+
+
+PACKAGES = {
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning", "pytorch_lightning"),
+    "transformers": ("transformers",),
+    "torchtitan": ("torchtitan.components", "tyro"),
+    "torchft": ("torchft",),
+}
+
+
+def without_packages() -> dict[str, str]:
+    """Import each integration without its package, and return the errors."""
+    errors = {}
+    for name, packages in PACKAGES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delitem(sys.modules, f"reknit.integrations.{name}", raising=False)
+            for package in packages:
+                patch.setitem(sys.modules, package, None)
+            with pytest.raises(MissingExtraError) as caught:
+                import_module(f"reknit.integrations.{name}")
+        errors[name] = str(caught.value)
+    return errors
+
+
+def test_without_its_package_an_integration_names_the_extra() -> None:
+    (errors,) = ranks.run(1, without_packages, joined=False)
+    assert [name for name, error in errors.items() if f"pip install 'reknit[{name}]'" not in error] == []

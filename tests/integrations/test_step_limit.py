@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from reknit.integrations.trainer_parts.step_limit import StepLimit
 from reknit.types.saved_step import SavedStep
@@ -18,9 +15,8 @@ def steps(*losses: float | None) -> list[SavedStep]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("count", "greater", "losses", "kept"),
-    [
+def test_the_best_step_takes_the_place_of_an_old_one_and_without_a_metric_only_the_newest_stay() -> None:
+    for count, greater, losses, kept in [
         (2, False, (3.0, 2.0, 1.0), {2, 3}),
         (2, False, (1.0, 2.0, 3.0), {1, 3}),
         (1, False, (1.0, 2.0, 3.0), {1, 3}),
@@ -29,31 +25,21 @@ def steps(*losses: float | None) -> list[SavedStep]:
         (2, False, (1.0, 1.0, 2.0, 2.0), {1, 4}),  # of equals the first
         (2, False, (None, None, None), {2, 3}),
         (5, False, (1.0, 2.0), {1, 2}),
-    ],
-)
-def test_the_best_step_takes_the_place_of_an_old_one(
-    count: int, greater: bool, losses: tuple[float | None, ...], kept: set[int]
-) -> None:
-    limit = StepLimit(count, "eval_loss", greater_is_better=greater)
-    assert limit.kept(steps(*losses), 0.0) == kept
-
-
-def test_without_a_metric_only_the_newest_stay() -> None:
+    ]:
+        limit = StepLimit(count, "eval_loss", greater_is_better=greater)
+        assert limit.kept(steps(*losses), 0.0) == kept, losses
     assert StepLimit(2).kept(steps(1.0, 2.0, 3.0), 0.0) == {2, 3}
 
 
-@pytest.mark.parametrize(
-    ("limit", "metric", "expected"),
-    [
+def test_it_follows_the_arguments_of_a_trainer() -> None:
+    for limit, metric, expected in [
         (None, "loss", None),
         (0, None, None),
         (2, None, StepLimit(2)),
         (3, "loss", StepLimit(3, "eval_loss")),
         (3, "eval_accuracy", StepLimit(3, "eval_accuracy", greater_is_better=True)),
-    ],
-)
-def test_it_follows_the_arguments_of_a_trainer(limit: Any, metric: Any, expected: StepLimit | None) -> None:
-    args = SimpleNamespace(
-        save_total_limit=limit, metric_for_best_model=metric, greater_is_better=metric == "eval_accuracy"
-    )
-    assert StepLimit.of(args) == expected
+    ]:
+        args = SimpleNamespace(
+            save_total_limit=limit, metric_for_best_model=metric, greater_is_better=metric == "eval_accuracy"
+        )
+        assert StepLimit.of(args) == expected

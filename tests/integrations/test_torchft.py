@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -180,14 +178,3 @@ def test_a_state_with_a_part_of_a_larger_tensor_is_refused(tmp_path: Path) -> No
     part.local_offsets, part.local_sizes = ((0, 0),), ((1, 4),)
     with pytest.raises(UsageError, match="has a part of a larger tensor"):
         transport(str(tmp_path)).send_checkpoint([1], 1, {"w": part}, PATIENCE)
-
-
-def test_without_torchft_the_import_names_the_extra() -> None:
-    code = (
-        "import sys; sys.modules['torchft'] = None\n"
-        "from reknit.errors import MissingExtraError\n"
-        "try:\n    import reknit.integrations.torchft\n"
-        "except MissingExtraError as error:\n    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'reknit[torchft]'" in done.stdout

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import re
 import subprocess
-import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -350,11 +348,3 @@ def _remedies(folder: str) -> None:
 @TITAN
 def test_a_remedy_can_be_followed_in_the_config(tmp_path: Path) -> None:
     run_titan(1, _remedies, str(tmp_path))
-
-
-def test_a_missing_torchtitan_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchtitan.components", None)
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    monkeypatch.delitem(sys.modules, "reknit.integrations.torchtitan", raising=False)
-    with pytest.raises(reknit.errors.MissingExtraError, match=r"reknit\[torchtitan\]"):
-        importlib.import_module("reknit.integrations.torchtitan")
