@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.cli.main import main
 from reknit.cli import ls
-from reknit.cli.main import exit_code, in_flags
+from reknit.cli.main import exit_code, in_flags, main
 from tests.cli.command import damage
 
 if TYPE_CHECKING:
