@@ -15,6 +15,7 @@ from tests.cli.command import damage
 from tests.interop.checkpoints import columns, save_in_boxes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.cli.command import Command
@@ -134,7 +135,8 @@ def test_json_tells_all_that_the_lines_tell(command: Command, path: Path) -> Non
 def test_a_lost_index_can_be_put_back(command: Command, path: Path, tmp_path: Path) -> None:
     index, output = index_of(path), tmp_path / "rebuilt.parquet"
     whole = index.read_bytes()
-    for lose in (index.unlink, lambda: damage(index, at=len(whole) // 2)):
+    losses: tuple[Callable[[], object], ...] = (index.unlink, lambda: damage(index, at=len(whole) // 2))
+    for lose in losses:
         lose()
         ran = command("verify", path, "--rebuild-index", "--output", output)
         assert ran.code == 1

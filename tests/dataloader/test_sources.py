@@ -154,7 +154,8 @@ class Resettable:
 
 def test_sources_without_a_resumable_state_are_refused() -> None:
     for source in (numbers(0), Resettable()):
-        one = SourceLoader(lambda n, source=source: source, 1)
+        made: Callable[[int], Any] = partial(lambda source, n: source, source)
+        one = SourceLoader(made, 1)
         next(one)
         with pytest.raises(UsageError, match="has no resumable state"):
             one.sharded_state()

@@ -85,7 +85,7 @@ def test_its_manifest_alone_tells_how_large_it_is(saved: Path, capsys: pytest.Ca
 def test_damage_to_the_table_is_found(saved: Path) -> None:
     damage_table(saved)
     for level in ("metadata", "data"):
-        report = reknit.verify(saved, level)  # type: ignore[arg-type]
+        report = reknit.verify(saved, level)
         assert not report.ok
         assert record(saved).index_path in report.problems[0]
     with pytest.raises(CorruptError, match="differ from the saved bytes"):

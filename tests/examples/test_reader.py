@@ -200,7 +200,8 @@ def linked(path: Path) -> None:
 
 
 def test_a_missing_short_or_linked_file_is_an_error(program: Path, damaged: Path) -> None:
-    for file, harm in itertools.product(("index.*", "model/*"), (cut_short, linked, Path.unlink)):
+    harms: tuple[Callable[[Path], object], ...] = (cut_short, linked, Path.unlink)
+    for file, harm in itertools.product(("index.*", "model/*"), harms):
         (path,) = damaged.glob(file)
         whole = path.read_bytes()
         harm(path)

@@ -108,7 +108,8 @@ def test_extensions_in_extensions_count_as_nesting() -> None:
 def test_whoever_writes_refuses_what_a_reader_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(msgpack_reader, "_BASE_STRUCTURE", 1 << 18)
     extensions = msgspec.msgpack.Ext(1, b"\x90"), msgspec.msgpack.Ext(19, b"\x91\xc0")
-    for part in ([], {}, {"a": 1}, "", b"", *extensions):
+    parts: tuple[Any, ...] = ([], {}, {"a": 1}, "", b"", *extensions)
+    for part in parts:
         outcomes = set()
         for count in (10, 100, 1000, 3000, 100_000):
             data = msgspec.msgpack.encode({"x": [part] * count})

@@ -78,7 +78,8 @@ def test_what_arrow_writes_is_accepted() -> None:
     table = pa.table({"a": list(range(5000)), "b": ["x", "y"] * 2500, "c": [[1]] * 5000})
     for version, compression in product(("1.0", "2.0"), ("zstd", "none")):
         sink = io.BytesIO()
-        pq.write_table(table, sink, data_page_version=version, compression=compression, row_group_size=1000)
+        kind: Any = {"data_page_version": version, "compression": compression}
+        pq.write_table(table, sink, row_group_size=1000, **kind)
         assert check_parquet(sink.getvalue(), num_columns=3, num_nodes=6).rows == 5000
 
 

@@ -45,7 +45,8 @@ def test_names_follow_keys_and_indexes() -> None:
         "e": {},
     }
     held = collect(state, 0, 1)
-    assert {f"{one.item}:{one.fqn}" for one in (*held.shards, *held.blobs)} == {
+    entries: list[Any] = [*held.shards, *held.blobs]
+    assert {f"{one.item}:{one.fqn}" for one in entries} == {
         "a:", "b:a.b", "b:c/d", "b:3/0", "b:3/1", "b:~23", "b:x~1y~0", "c:", "d:", "e:",
     }  # fmt: skip
     assert held.items == ("a", "b", "c", "d", "e")

@@ -90,7 +90,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     return program
 
 
-def _add_installed(commands: argparse._SubParsersAction[argparse.ArgumentParser], only: str | None) -> None:
+def _add_installed(commands: argparse._SubParsersAction[CommandLine], only: str | None) -> None:
     """Add the commands of other distributions; import the one that runs, or all without `only`."""
     for name, entry in plugins.installed("reknit.commands").items():
         if only not in (None, name):

@@ -218,13 +218,14 @@ M = TypeVar("M", bound=Matcher)
 
 def first_match(adapters: Iterable[M], value: Any) -> M:
     """Return the first adapter that matches a value; the last adapter matches any value."""
+    adapter: Any
     for adapter in adapters:
-        if isinstance(adapter, OnMatch):
-            if (found := adapter.first(value)) is not None:
-                return cast("M", found)
-        elif adapter.matches(value):
+        if not isinstance(adapter, OnMatch):
+            if adapter.matches(value):
+                break
+        elif (adapter := adapter.first(value)) is not None:
             break
-    return adapter
+    return cast("M", adapter)
 
 
 @dataclass
