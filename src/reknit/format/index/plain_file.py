@@ -42,8 +42,8 @@ _COLUMNS = {
     "nbytes": _NUMBER,
 }
 
-# In Thrift's compact protocol, a field is a byte, with the distance to the number of the field before in four
-# bits and the kind in four (5 and 6: a number, 8: a text, 9: a list, 12: a struct), and its value.  Numbers
+# In Thrift's compact protocol, a field is a byte and its value.  Four bits of the byte are the distance to the
+# number of the field before, and four its kind (5 and 6: a number, 8: a text, 9: a list, 12: a struct).  Numbers
 # are in groups of seven bits, the lowest first, and doubled where they may be negative.  A list begins with
 # the number and the kind of its members, and a struct ends with zero.  `_MARK` stands for a number of a file.
 _MARK = b"<number>"
