@@ -72,6 +72,9 @@ def _changed(prefix: str, good: bytes) -> Iterator[tuple[str, bytes]]:
     for name, column, changes in _PAGES:
         if not prefix or name not in _COMPRESSED:
             yield prefix + name, _with_page(good, column, changes)
+    for column in (0, 3, 7) if prefix else ():
+        page = _with_page(good, column, {5: {1: HUGE}}, _set_meta(column, 5, HUGE))
+        yield f"{prefix}column_{column}_claims_a_trillion_values", page
     for name, rows in (("trillion", HUGE), ("million", 1 << 20)):
         page = _with_page(good, 7, {5: {1: rows}}, _everywhere(rows))
         yield f"{prefix}everything_claims_a_{name}_rows", page
@@ -161,8 +164,13 @@ def _groups(footer: Struct) -> list[Struct]:
     return groups
 
 
+def _chunk(footer: Struct, column: int) -> Struct:
+    chunk: Struct = _groups(footer)[0][1][1][1][column]
+    return chunk
+
+
 def _meta(footer: Struct, column: int) -> Struct:
-    meta: Struct = _groups(footer)[0][1][1][1][column][3][1]
+    meta: Struct = _chunk(footer, column)[3][1]
     return meta
 
 
@@ -297,11 +305,17 @@ def _with_page(good: bytes, column: int, changes: Any, more: Callable[[Struct], 
     growth = len(header) - (reader.position - start)
     meta[6] = (I64, max(meta[6][1] + growth + page[2][1] - unpacked, 0))
     meta[7] = (I64, meta[7][1] + growth)
+    group = _groups(footer)[0]
+    group[2] = (I64, group[2][1] + growth)
     for other in range(9):
-        for field in (9, 11):
-            place = _meta(footer, other).get(field)
+        for fields, field in (
+            (_chunk(footer, other), 2),
+            (_meta(footer, other), 9),
+            (_meta(footer, other), 11),
+        ):
+            place = fields.get(field)
             if place is not None and place[1] > start:
-                _meta(footer, other)[field] = (I64, place[1] + growth)
+                fields[field] = (I64, place[1] + growth)
     if more is not None:
         more(footer)
     raw = write(footer)

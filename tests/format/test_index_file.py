@@ -47,22 +47,6 @@ def test_a_small_index_is_written_without_arrow_which_reads_it(index: Index) -> 
     assert same_index(arrow_file.read_with_arrow(data, work).to_index(), index)
 
 
-@pytest.mark.parametrize("column", [0, 3, 7])
-def test_a_small_index_whose_column_claims_more_values_than_it_has_bytes_for_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, column: int
-) -> None:
-    made = plain_file._columns
-
-    def claiming(index: Index) -> list[Any]:
-        columns = made(index)
-        columns[column] = columns[column]._replace(num_values=1 << 50)
-        return columns
-
-    monkeypatch.setattr(plain_file, "_columns", claiming)
-    with pytest.raises(FormatError):
-        decode_index(encode_index(sample_index()))
-
-
 def checked(columns: RowColumns | None) -> Index:
     assert columns is not None
     return columns.to_index()

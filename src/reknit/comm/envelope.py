@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from reknit.errors import ProtocolError, from_wire, typed
+from reknit.types.decoding import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,13 +45,13 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Envelope)
+_decode = decoder(Envelope)
 
 
 def decode(data: bytes) -> Envelope:
     """Return the envelope in `data`.  Raises `ProtocolError` for other data."""
     try:
-        return _decoder.decode(data)
+        return _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a rank sent bytes that are not a message of a round: {error}") from error
 
@@ -73,7 +74,7 @@ def unpacked(parts: Sequence[bytes], kind: type[_Value]) -> list[_Value]:
         if (own := getattr(kind, "unpack", None)) is not None:
             values: list[_Value] = own(parts)
             return values
-        return [msgspec.msgpack.decode(part, type=kind) for part in parts]
+        return [decoder(kind)(part) for part in parts]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a rank sent another message than a {kind.__name__}: {error}") from error
 

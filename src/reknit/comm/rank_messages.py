@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from reknit.errors import CommError, ProtocolError, shortage
+from reknit.types.decoding import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -181,7 +182,7 @@ def decode(data: bytes, kind: type[Message], max_nbytes: int) -> Message:
             body = memoryview(_plain(body, max_nbytes + OVERHEAD_NBYTES))
         elif marker != _PLAIN:
             raise ProtocolError("a message begins with an unknown marker: the ranks run different versions")
-        return msgspec.msgpack.decode(body, type=kind)
+        return decoder(kind)(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a message cannot be read as {kind.__name__}: {error}") from error
 

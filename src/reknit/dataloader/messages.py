@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from reknit.processes.channel import Message
+from reknit.types.decoding import decoder
 
 
 class SharedColumn(msgspec.Struct, array_like=True, frozen=True):
@@ -83,4 +84,4 @@ class Failed(Message):
 
 
 AnyMessage = Open | Consumed | Prepare | WorkerReady | BatchMade | Ended | Prepared | Failed
-decode = msgspec.msgpack.Decoder(AnyMessage).decode
+decode = decoder(AnyMessage)

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
+from reknit.types.decoding import decoder
 from reknit.types.foreign.other_format import OtherFormat  # noqa: TC001 (msgspec looks it up)
 
 Message = TypeVar("Message")
@@ -15,7 +16,7 @@ encode = msgspec.msgpack.encode
 
 def decode(data: bytes, kind: type[Message]) -> Message:
     """Return the message of this kind."""
-    return msgspec.msgpack.decode(data, type=kind)
+    return decoder(kind)(data)
 
 
 class ShardClaims(msgspec.Struct, array_like=True):

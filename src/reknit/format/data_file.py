@@ -15,6 +15,7 @@ from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format.paths import checked_name
 from reknit.format.strict_json import decode_member, decode_strict
 from reknit.format.versions import FORMAT_VERSION
+from reknit.types.decoding import decoder
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM
 
@@ -95,8 +96,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[_Count, _Count]
 
 
-_DECODE_ENTRY = msgspec.json.Decoder(_Entry).decode
-_DECODE_TEXTS = msgspec.json.Decoder(dict[str, str]).decode
+_DECODE_ENTRY = decoder(_Entry, json=True)
+_DECODE_TEXTS = decoder(dict[str, str], json=True)
 
 
 def file_metadata(

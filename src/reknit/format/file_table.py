@@ -15,6 +15,7 @@ from reknit.format.limits import MAX_BLOBS_NBYTES
 from reknit.format.manifest_file import MAX_COORDINATE_NBYTES, MAX_MANIFEST_NBYTES
 from reknit.format.paths import MANIFEST_PATH, check_all_relative
 from reknit.system import require_memory
+from reknit.types.decoding import decoder
 from reknit.types.manifest import BlobFile, FileEntry, FileTable
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class _Columns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     coordinates: bytes
 
 
-_decode = msgspec.msgpack.Decoder(_Columns).decode
-_decode_places = msgspec.msgpack.Decoder(tuple[tuple[str, ...], ...]).decode
+_decode = decoder(_Columns)
+_decode_places = decoder(tuple[tuple[str, ...], ...])
 
 
 def encode_table(table: FileTable, manifest: Manifest) -> bytes:

@@ -15,6 +15,7 @@ from reknit.format.limits import MAX_BLOBS_NBYTES, MAX_INDEX_NBYTES
 from reknit.format.paths import MANIFEST_PATH, checked_relative, read_name, wrong_place
 from reknit.format.strict_json import check_object, count_values, decode_member, refuse_duplicates
 from reknit.format.versions import FILE_TABLE, MOVED, check_version
+from reknit.types.decoding import decoder
 from reknit.types.manifest import BlobFile, FileEntry, Manifest, TablePlace
 
 MAX_MANIFEST_NBYTES = 256 << 20
@@ -92,12 +93,12 @@ _CONVERTED = {"step", "created", "items", "files", "blobs", "dropped", "origin",
 _PLAIN = sorted({*Manifest.__struct_fields__} & {*_Document.__struct_fields__} - _CONVERTED)
 """The members with the name and the value of a field of `Manifest`; they are left out if that is None."""
 
-_DECODE_HEAD = msgspec.json.Decoder(_Head).decode
-_DECODE_DOCUMENT = msgspec.json.Decoder(_Document).decode
-_DECODE_DROPPED = msgspec.json.Decoder(dict[str, float]).decode
-_DECODE_ITEMS = msgspec.json.Decoder(tuple[str, ...]).decode
-_DECODE_OBJECT = msgspec.json.Decoder(dict[str, Any]).decode
-_DECODE_COORDINATE = msgspec.json.Decoder(dict[str, _Int64] | None).decode
+_DECODE_HEAD = decoder(_Head, json=True)
+_DECODE_DOCUMENT = decoder(_Document, json=True)
+_DECODE_DROPPED = decoder(dict[str, float], json=True)
+_DECODE_ITEMS = decoder(tuple[str, ...], json=True)
+_DECODE_OBJECT = decoder(dict[str, Any], json=True)
+_DECODE_COORDINATE = decoder(dict[str, _Int64] | None, json=True)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

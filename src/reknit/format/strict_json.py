@@ -12,6 +12,7 @@ import numpy as np
 
 from reknit.errors import CorruptError, FormatError, StateError, shown
 from reknit.format.paths import encodable
+from reknit.types.decoding import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ def decode_strict(
     `max_values` limits the number that `count_values` returns, and so the memory that parsed values take.
     """
     count_values(data, what, max_nbytes=max_nbytes, max_depth=max_depth, max_values=max_values)
-    decoded = decode_member(msgspec.json.Decoder(kind).decode, data, what)
+    decoded = decode_member(decoder(kind, json=True), data, what)
     refuse_duplicates(data, what)
     return decoded
 

@@ -14,6 +14,7 @@ import msgspec
 from reknit.errors import MissingExtraError, StorageError
 from reknit.monitor.phase import Deadline
 from reknit.monitor.record_tables import TABLES
+from reknit.types.decoding import converted, decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,8 +54,7 @@ class RecordFiles:
         self._rows: dict[_File, Counter[str]] = {}
         self._unfinished: set[_File] = set()
         self._decoders = {
-            f'{{"{next(iter(table.columns))}"'.encode(): msgspec.json.Decoder(table.record)
-            for table in TABLES
+            f'{{"{next(iter(table.columns))}"'.encode(): decoder(table.record, json=True) for table in TABLES
         }
 
     @property
@@ -81,8 +81,8 @@ class RecordFiles:
                 self._positions[file] += len(line)
                 self.amount += len(line)
                 begun = line[:20].partition(b":")[0]
-                decoder = self._decoders.get(begun) or self._decoders[b'{"phase"']
-                if (record := self._valid(decoder.decode, line)) is not None:
+                decode = self._decoders.get(begun) or self._decoders[b'{"phase"']
+                if (record := self._valid(decode, line)) is not None:
                     yield record
 
     def _begin(self, lines: BinaryIO) -> tuple[_File, int]:
@@ -132,7 +132,7 @@ class RecordFiles:
                     rest = f"{table.name} OFFSET {read[table.name]}"
                     answer = database.execute(f"SELECT * REPLACE ({columns}) FROM {rest}")
                     names = [column[0] for column in answer.description]
-                    convert = partial(msgspec.convert, type=table.record)
+                    convert = partial(converted, kind=table.record)
                     while rows := answer.fetchmany(_ROWS_AT_ONCE):
                         read[table.name] += len(rows)
                         self.amount += len(rows)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from msgspec import structs
 
+from reknit.types.decoding import converted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -67,7 +69,7 @@ def _mended(record: Record) -> Record | None:
     Users' phases may add numbers of numpy, and the names of files may not be text.
     """
     with suppress(msgspec.ValidationError, TypeError, ValueError, OverflowError):
-        return msgspec.convert(_plain(structs.asdict(record)), type(record))
+        return converted(_plain(structs.asdict(record)), type(record))
     return None
 
 

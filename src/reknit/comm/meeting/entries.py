@@ -13,6 +13,7 @@ from reknit.comm.meeting import identity
 from reknit.comm.round_errors import LOOK_S, process_ended
 from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, from_wire, shortage
 from reknit.monitor.phase import Deadline
+from reknit.types.decoding import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,7 +102,7 @@ def address_of(store: Store, job: str, shape: Shape, rank: int, timeout_s: float
     if not value.startswith(_LEFT):
         return value.decode(errors="replace")
     try:
-        raise from_wire(msgspec.msgpack.decode(value[len(_LEFT) :], type=dict[str, Any]))
+        raise from_wire(decoder(dict[str, Any])(value[len(_LEFT) :]))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise garbled() from error
 
@@ -120,7 +121,7 @@ def error_to_wire(error: BaseException, rank: int = 0) -> dict[str, Any]:
 def decoded(value: bytes, kind: type[_Message]) -> _Message:
     """Return the entry in `value`.  Raises `ProtocolError`."""
     try:
-        return msgspec.msgpack.decode(value, type=kind)
+        return decoder(kind)(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise garbled() from error
 

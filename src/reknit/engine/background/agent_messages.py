@@ -12,6 +12,7 @@ from reknit.engine.call_reports import SaveTotals  # noqa: TC001 (msgspec looks 
 from reknit.engine.round_messages import ArrayColumns, RankClaims  # noqa: TC001 (msgspec looks them up)
 from reknit.processes.channel import Message
 from reknit.processes.circumstances import Circumstances  # noqa: TC001 (msgspec looks them up)
+from reknit.types.decoding import decoder
 
 
 class AgentMessage(Message):
@@ -208,4 +209,4 @@ class Fell(AgentMessage):
     error: dict[str, Any]
 
 
-decode = msgspec.msgpack.Decoder(reduce(or_, AgentMessage.__subclasses__())).decode
+decode = decoder(reduce(or_, AgentMessage.__subclasses__()))

@@ -17,6 +17,7 @@ from reknit.format.foreign.safe_pickle import UnreadError
 from reknit.format.paths import checked_relative
 from reknit.format.strict_json import decode_strict
 from reknit.types.box import Box
+from reknit.types.decoding import decoder
 from reknit.types.manifest import Extent
 from reknit.types.shard import TensorSpec
 
@@ -182,10 +183,11 @@ def _models(storage: Storage, config: bytes | None) -> list[str]:
 def _named_weights(config: bytes | None) -> str | None:
     """Return the file of weights that a configuration names, None without one."""
     try:
-        members = msgspec.json.decode(config or b"{}", type=dict[str, msgspec.Raw])
-        return msgspec.json.decode(members.get("transformers_weights", b"null"), type=str | None)
+        members = decoder(dict[str, msgspec.Raw], json=True)(config or b"{}")
+        name: str | None = decoder(str | None, json=True)(members.get("transformers_weights", b"null"))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+    return name
 
 
 def _shards(storage: Storage) -> list[str]:
@@ -277,7 +279,7 @@ def _offsets(header: Header, path: str) -> dict[str, tuple[int, ...]]:
     if (text := header.metadata.get(_SHARDING)) is None:
         return {}
     try:
-        places = msgspec.json.decode(text, type=dict[str, _SavedPlace])
+        places = decoder(dict[str, _SavedPlace], json=True)(text)
     except msgspec.MsgspecError as error:
         raise CorruptError(f"{path} has a damaged {_SHARDING}: {shown(str(error))}") from error
     return {key: place.saved_offsets for key, place in places.items()}
@@ -309,7 +311,7 @@ def _weight_map(storage: Storage, name: str) -> dict[str, str]:
             max_depth=4,
             max_values=1 << 23,
         )
-        files = msgspec.json.decode(index.get("weight_map", b"null"), type=dict[str, str])
+        files = decoder(dict[str, str], json=True)(index.get("weight_map", b"null"))
     except msgspec.MsgspecError as error:
         raise FormatError(f"{name} has no map of weights: {shown(str(error))}") from error
     if not files:

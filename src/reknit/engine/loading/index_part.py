@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from reknit.planner.columns import distinct, spread
 from reknit.planner.pieces import box_columns
+from reknit.types.decoding import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +90,7 @@ class _Block(msgspec.Struct, array_like=True):
     body: bytes
 
 
-_decode = msgspec.msgpack.Decoder(_Block).decode
+_decode = decoder(_Block)
 
 
 def blocks_for(index: Index, files: Ints, requests: Sequence[Ints]) -> list[list[bytes]]:

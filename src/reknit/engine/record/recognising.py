@@ -32,6 +32,7 @@ from reknit.format import paths
 from reknit.format.manifest_file import MAX_MANIFEST_NBYTES
 from reknit.format.tombstone import is_tombstone
 from reknit.format.versions import check_version
+from reknit.types.decoding import decoder
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
@@ -67,7 +68,7 @@ class FoundManifest(NamedTuple):
         """Raise `VersionError` for a manifest of an unknown version."""
         if match := _VERSION.match(self.head):
             try:
-                requires = msgspec.json.decode(match[2], type=list[str])
+                requires = decoder(list[str], json=True)(match[2])
             except msgspec.MsgspecError:  # damaged
                 requires = []
             check_version(int(match[1]), requires)

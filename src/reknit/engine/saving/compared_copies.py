@@ -19,6 +19,7 @@ from reknit.format.checksum import digest
 from reknit.format.values.blob_codec import encode_blobs
 from reknit.planner.resolve import shard_key
 from reknit.types import devices
+from reknit.types.decoding import decoder
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import full_name
 
@@ -40,7 +41,7 @@ KEPT_NBYTES = 4 << 20
 
 
 _encode_names = msgspec.msgpack.Encoder().encode
-_decode_names = msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode
+_decode_names = decoder(list[tuple[str, str, str, tuple[int, ...]]])
 
 CopyNote = tuple[str, str, str]
 """Item and FQN of a tensor with different values on some ranks, and these ranks."""

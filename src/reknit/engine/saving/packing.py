@@ -11,6 +11,7 @@ from reknit.errors import ProtocolError
 from reknit.planner.assemble import num_dims, widened
 from reknit.planner.columns import Blocks, RankColumns, merged
 from reknit.planner.copies import thinned
+from reknit.types.decoding import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,14 +51,14 @@ class _Section(msgspec.Struct, array_like=True):
 
 
 _encode = msgspec.msgpack.encode
-_decode = msgspec.msgpack.Decoder(tuple[_Section, _Section]).decode
-_decode_names = msgspec.msgpack.Decoder(list[str]).decode
+_decode = decoder(tuple[_Section, _Section])
+_decode_names: Callable[[bytes], list[Any]] = decoder(list[str])
 _decode_table: dict[str, Callable[[bytes], list[Any]]] = {
-    "tensors": msgspec.msgpack.Decoder(list[tuple[str, str, str, tuple[int, ...]]]).decode,
-    "aliases": msgspec.msgpack.Decoder(list[tuple[str, str, str]]).decode,
-    "places": msgspec.msgpack.Decoder(list[tuple[str, ...]]).decode,
-    "kept": msgspec.msgpack.Decoder(list[tuple[str, str, str]]).decode,
-    "unequal": msgspec.msgpack.Decoder(list[tuple[str, str, str]]).decode,
+    "tensors": decoder(list[tuple[str, str, str, tuple[int, ...]]]),
+    "aliases": decoder(list[tuple[str, str, str]]),
+    "places": decoder(list[tuple[str, ...]]),
+    "kept": decoder(list[tuple[str, str, str]]),
+    "unequal": decoder(list[tuple[str, str, str]]),
 }
 
 

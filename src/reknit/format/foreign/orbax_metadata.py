@@ -9,6 +9,7 @@ import msgspec
 
 from reknit.errors import CorruptError, shown
 from reknit.format.strict_json import count_values, decode_member, decode_strict
+from reknit.types.decoding import converted
 
 MAX_NBYTES = 64 << 20
 """The largest size of a document in bytes."""
@@ -168,6 +169,6 @@ def _loose(data: bytes, kind: Any, what: str) -> Any:
     count_values(data, what, max_nbytes=MAX_NBYTES, max_depth=_MAX_DEPTH, max_values=_MAX_VALUES)
     value = decode_member(json.loads, data, what)
     try:
-        return msgspec.convert(value, kind)
+        return converted(value, kind)
     except msgspec.ValidationError as error:
         raise CorruptError(f"{what} is damaged: {error}") from error

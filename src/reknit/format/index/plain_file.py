@@ -42,10 +42,11 @@ _COLUMNS = {
     "nbytes": _NUMBER,
 }
 
-# In Thrift's compact protocol, a field is a byte and its value.  Four bits of the byte are the distance to the
-# number of the field before, and four its kind (5 and 6: a number, 8: a text, 9: a list, 12: a struct).  Numbers
-# are in groups of seven bits, the lowest first, and doubled where they may be negative.  A list begins with
-# the number and the kind of its members, and a struct ends with zero.  `_MARK` stands for a number of a file.
+# In Thrift's compact protocol, a field is a byte and its value.  Four bits of the byte are the distance to
+# the number of the field before, and four its kind.  Kinds 5 and 6 are numbers, 8 texts, 9 lists, 12 structs.
+# Numbers are in groups of seven bits, the lowest first, and doubled where they may be negative.  A list
+# begins with the number and the kind of its members, and a struct ends with zero.
+# `_MARK` stands for a number of a file.
 _MARK = b"<number>"
 _TEXT_NODE = b"\x15\x0c%%\0\x18%c%b%%\0\x4c\x1c\0\0\0"
 """A column of texts in the schema: byte arrays, required, its name, twice that these are UTF-8."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from reknit.errors import CorruptError
+from reknit.types.decoding import converted
 
 
 class SampleOrder(NamedTuple):
@@ -102,7 +102,7 @@ class EpochPosition(NamedTuple):
         try:
             order = record["order"]
             found = cls(**record | {"order": None if order is None else SampleOrder(**order)})
-            checked: EpochPosition = msgspec.convert(found, cls)
+            checked: EpochPosition = converted(found, cls)
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(
                 f"{where} is damaged: it is not a position of a data loader ({error})",

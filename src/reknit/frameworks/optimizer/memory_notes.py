@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from msgspec import Struct, field
 
@@ -13,6 +12,7 @@ from reknit.errors import CorruptError
 from reknit.frameworks.same_value import same_value
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch.tensor import dtype_name, local_memory
+from reknit.types.decoding import converted
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def saved(place: Place, loading: Loading) -> MemoryNotes:
     value: Any = found.value if isinstance(found.value, Mapping) else {}
     orders, apart = value.get(_ORDERS) or {}, value.get(_APART) or []
     try:
-        orders, apart = msgspec.convert((orders, apart), tuple[dict[str, list[int]], list[str]])
+        orders, apart = converted((orders, apart), tuple[dict[str, list[int]], list[str]])
         sound = all(sorted(order) == list(range(len(order))) for order in orders.values())
     except ValueError:
         sound = False

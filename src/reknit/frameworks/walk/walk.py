@@ -218,14 +218,11 @@ M = TypeVar("M", bound=Matcher)
 
 def first_match(adapters: Iterable[M], value: Any) -> M:
     """Return the first adapter that matches a value; the last adapter matches any value."""
-    adapter: Any
-    for adapter in adapters:
-        if not isinstance(adapter, OnMatch):
-            if adapter.matches(value):
-                break
-        elif (adapter := adapter.first(value)) is not None:
+    for adapter in cast("Iterable[Any]", adapters):
+        found = adapter.first(value) if isinstance(adapter, OnMatch) else adapter
+        if found is not None and (found is not adapter or found.matches(value)):
             break
-    return cast("M", adapter)
+    return cast("M", found)
 
 
 @dataclass
