@@ -285,3 +285,14 @@ def test_a_rank_above_that_is_stopped_while_others_join_is_waited_for() -> None:
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def test_a_job_that_is_started_again_is_not_confused_by_the_addresses_of_its_first_run(
+    tmp_path: Path,
+) -> None:
+    with world(tmp_path, 2):
+        pass
+    with world(tmp_path, 2) as ranks:
+        for rank in ranks:
+            rank.begin("all", 60)
+        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE

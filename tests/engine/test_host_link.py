@@ -14,6 +14,7 @@ import pytest
 from reknit.engine.sharing.host_link import HostLink
 from reknit.errors import CommError
 from reknit.processes.shared_memory import SharedMemory
+from tests.as_nobody import as_nobody, needs_another_user
 from tests.resources import open_files, threads
 from tests.running.cases import one_by_one
 
@@ -244,3 +245,21 @@ def test_a_hearer_that_fails_is_told_that_nothing_more_will_be_heard(ring: Share
     assert ear.next() == ("failed", KeyError, "1")
     source.close()
     link.close()
+
+
+@needs_another_user
+def test_another_user_who_knows_the_token_is_shown_out(ring: SharedMemory) -> None:
+    link, ear = HostLink(0), Ear()
+    link.open(None, {}, ear)
+
+    def knock_and_speak() -> bytes:
+        with knock(link) as stranger:
+            socket.send_fds(stranger, [hello(link)], [ring.fd])
+            stranger.send(struct.pack("<QQ", 6, 100))
+            return stranger.recv(100)
+
+    answer = as_nobody(knock_and_speak)
+    assert answer == b"" or isinstance(answer, (ConnectionResetError, BrokenPipeError)), answer
+    works(link, ear, ring)
+    link.close()
+    assert ear.events.empty()

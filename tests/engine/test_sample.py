@@ -9,12 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reknit.engine.memory import sample as sample_module
 from reknit.engine.memory.elements import bits
 from reknit.engine.memory.sample import LINE_NBYTES, STRIDE_NBYTES, Range, Sample
 from tests.devices import every_simulated_device
 from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.accelerator import Accelerator
 
 
@@ -92,4 +95,26 @@ def test_a_sample_keeps_little_on_the_device(accelerator: Accelerator, device_ty
     torch.get_device_module(device_type).synchronize()
     assert accelerator.in_use() - before <= 64 << 10
     assert accelerator.peak() - before <= 4 * LINE_NBYTES * (live.numel() // STRIDE_NBYTES)
+    assert list(sample.changed()) == []
+
+
+@every_simulated_device
+def test_on_a_device_every_change_of_a_line_is_noticed_however_ranges_are_cut(
+    accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator.reset(max_delay_us=0)
+    for lot_lines in (1, 2, 3, 100):
+        monkeypatch.setattr(sample_module, "LOT_LINES", lot_lines)
+        live = torch.zeros(9 * STRIDE_NBYTES, dtype=torch.uint8, device=device_type)
+        cuts = [(0, LINE_NBYTES), (64, 5 * STRIDE_NBYTES), (6 * STRIDE_NBYTES, 2 * STRIDE_NBYTES + 64)]
+        sample = Sample([Range(bits(live), first, numel) for first, numel in cuts])
+        assert list(sample.changed()) == []
+        lines = [(0, 0), (1, 64), (1, 64 + 4 * STRIDE_NBYTES), (2, 6 * STRIDE_NBYTES), (2, 8 * STRIDE_NBYTES)]
+        for number, first in lines:
+            for at, bit in ((first, 1), (first + 7, 128), (first + LINE_NBYTES - 1, 64)):
+                live[at] ^= bit
+                torch.get_device_module(device_type).synchronize()
+                assert list(sample.changed()) == [number], (lot_lines, at)
+                live[at] ^= bit
+    torch.get_device_module(device_type).synchronize()
     assert list(sample.changed()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -225,3 +226,38 @@ def test_memory_on_the_device_is_bounded_and_none_is_taken_for_what_is_contiguou
         assert accelerator.peak() - before <= (3 * 4096 if transposed else 0)
         expected = (live.t() if transposed else live).cpu().flatten()[7 : 7 + 39_000]
         assert np.array_equal(out[: 4 * 39_000].view(np.float32), expected.numpy())
+
+
+@every_simulated_device
+def test_copies_that_were_queued_before_an_error_are_waited_for(
+    accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "GATHER_NBYTES", 8)
+    live = torch.arange(1, 7, dtype=torch.int32, device=device_type).reshape(2, 3).t()
+    memory = torch.zeros(6, dtype=torch.int32, pin_memory=True)
+    save, before = Staging(), current(device_type)
+    accelerator.refuse_memory(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        save.add(bits(live), 0, 6, memory.numpy().view(np.uint8))
+    save.wait(LIMIT_S)
+    assert memory.tolist() == [1, 4, 0, 0, 0, 0]
+    assert current(device_type) == before
+
+
+@every_simulated_device
+def test_seeds_of_timing_change_nothing(accelerator: Accelerator, device_type: str) -> None:
+    for seed in range(20):
+        accelerator.reset(seed=seed)
+        live, (memory, out) = torch.zeros(NUMEL, device=device_type), pinned(NUMEL)
+        for value in range(3):
+            live.fill_(value)
+        save = Staging([bits(live)])
+        save.add(bits(live), 0, NUMEL, out)
+        side = torch.get_device_module(device_type).Stream(live.device)
+        with ExitStack() as stack:
+            stack.enter_context(side)
+            other = torch.full((NUMEL,), 9.0, device=device_type)
+        del live
+        save.wait(LIMIT_S)
+        assert memory.eq(2).all(), seed
+        assert other.numel() == NUMEL

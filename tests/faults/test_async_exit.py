@@ -467,3 +467,9 @@ def test_the_agent_sees_that_its_trainer_died_although_another_process_holds_its
         assert script.holds(2)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_sys_exit_waits_for_the_save_and_keeps_its_status(run: _Scripts) -> None:
+    script = run("save(1, gated); gate(0.3); sys.exit(3)")
+    assert script.ends() == (3, "")
+    assert script.holds(1)
