@@ -496,14 +496,14 @@ def test_a_commit_that_is_made_again_refuses_the_commit_of_a_save_that_began_mea
 ) -> None:
     place, other = Place("bucket"), Marker(0, "b" * 32)
     first, index = list[bytes](), index_path(other.write_id)
-    hot = open_storage(place.hot)
+    hot, settled = open_storage(place.hot), late_commits.settled
 
     def other_begins(storage: Storage, mine: Marker, *, refused: bool) -> bool | None:
         place.calls.release()  # the commit, of which no answer came
         first.append(hot.get("manifest.json", limit=1 << 20))
         for path in (index, other.path):
             hot.put(path, b"", if_absent=True)
-        return late_commits.settled(storage, mine, refused=refused)
+        return settled(storage, mine, refused=refused)
 
     monkeypatch.setattr(commit, "settled", other_begins)
     place.calls.expect("commit manifest", 1)

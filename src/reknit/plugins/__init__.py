@@ -235,9 +235,9 @@ def _scan(path: tuple[str, ...]) -> dict[str, dict[str, EntryPoint]]:
     """Read the entry points of all distributions; the first one has a name, and the log names others."""
     found: dict[str, dict[str, EntryPoint]] = {}
     # `entry_points` parses those of every distribution, which takes twice as long.
-    having = (one for one in distributions() if "[reknit." in (one.read_text("entry_points.txt") or ""))
-    for entry in (entry for one in having for entry in one.entry_points):
-        if entry.group not in ROWS or _owner(entry) == "reknit":
+    having = [one for one in distributions() if "[reknit." in (one.read_text("entry_points.txt") or "")]
+    for entry in [entry for one in having if one.name != "reknit" for entry in one.entry_points]:
+        if entry.group not in ROWS:
             continue
         first = found.setdefault(entry.group, {})
         if entry.name in ROWS[entry.group]:
