@@ -31,7 +31,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from reknit.monitor.phase import Deadline
+from reknit.events.phase import Deadline
 from tests.shared_servers import FOLDER, connected, serve_all
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ import torch
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine.small_files import write_bytes
+from reknit.engine.memory.write import write_bytes
 from reknit.errors import CorruptError
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
-from reknit.format.index.file import encode_index
+from reknit.format.index import encode_index
 from reknit.format.manifest_file import encode_manifest
 from reknit.planner.load import Granularity, plan_load
 from reknit.storage.local.store import LocalStorage

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit import calls
-from reknit.calls import background_of
+from reknit.api import checks
+from reknit.api.checks import background_of
+from reknit.api.ranks import acting
 from reknit.comm.group import SoloGroup
 from reknit.options import CommOptions
-from reknit.ranks import acting
 from tests.forks import in_fork
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def test_loads_and_closes_go_on_while_another_thread_saves_for_the_first_time(tm
 
 def test_a_process_that_is_forked_while_another_thread_looks_saves_up_can_load(tmp_path: Path) -> None:
     reknit.save(tmp_path / "step", {"step": 1})
-    with calls.making:
+    with checks.making:
         assert in_fork(lambda: reknit.load(tmp_path / "step", {"step": 0}) is not None)
 
 
@@ -123,7 +123,7 @@ def held_locks() -> dict[str, Any]:
 
 def test_a_forked_process_waits_for_no_lock_of_a_module_that_another_thread_held() -> None:
     locks = held_locks()
-    assert {"reknit.calls.making", "reknit.monitor.outlet._finding"} <= locks.keys()
+    assert {"reknit.api.checks.making", "reknit.events.outlet._finding"} <= locks.keys()
     holding, over = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -24,9 +24,18 @@ HEAVY = (
     "html",
     "rich",
 )
-NEVER = (*HEAVY, "reknit.runs", "reknit.cli", "reknit.monitor.reports")
+NEVER = (*HEAVY, "reknit.runs", "reknit.cli", "reknit.monitor")
 AT_IMPORT = (*NEVER, "email", "numpy", "pyarrow", "msgspec", "torch", "reknit.engine", "reknit.frameworks")
-AT_BOTH = (*NEVER, "torch", "pyarrow", "numpy.random", "reknit.engine.background", "reknit.engine.foreign")
+AT_BOTH = (
+    *NEVER,
+    "torch",
+    "pyarrow",
+    "numpy.random",
+    "reknit.engine.background",
+    "reknit.integrations.formats.entries",
+    "reknit.integrations.formats.open",
+    "reknit.integrations.torch_save",
+)
 AT_SAVE = (*AT_BOTH, "reknit.engine.loading", "reknit.engine.sharing")
 AT_LOAD = (*AT_BOTH, "reknit.engine.saving", "reknit.transforms")
 IN_AGENT = (

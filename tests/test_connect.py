@@ -34,7 +34,7 @@ import json, sys, time
 import numpy as np
 import reknit
 
-from reknit.comm.quiet import quietly
+from reknit.comm.group import quietly
 with quietly():
     import reknit.comm.tree.tree_group
 print(json.dumps("ready"), flush=True)

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 import reknit
 from reknit.cli.main import main
-from reknit.monitor.phase import CLOCK
-from reknit.monitor.records import DroppedRecord, PhaseRecord, Record, StorageRecord
-from reknit.monitor.reports.recorded_operations import read_operations
-from reknit.monitor.reports.report_page import page
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.phase import CLOCK
+from reknit.events.records import DroppedRecord, PhaseRecord, Record, StorageRecord
+from reknit.events.to_file import JsonLines
+from reknit.monitor.operations import read_operations
+from reknit.monitor.page import report_page
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import wait_until
 
@@ -174,7 +174,7 @@ def test_a_report_shows_what_was_asked_of_the_store(
     assert "latencies of " in shown
     assert "####" in shown
     operations, *_ = read_operations([folder])
-    assert '"create","file","2"' in page(operations)
+    assert '"create","file","2"' in report_page(operations)
 
 
 class SkewedClock:

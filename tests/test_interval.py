@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.policies.cost_model import RunCosts
+from reknit.policies.save_policies import RunCosts
 
 _SECONDS = st.floats(0.01, 1e4)
 

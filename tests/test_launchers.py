@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import reknit
-from reknit import environment, plugins, ranks
+from reknit import environment, plugins
+from reknit.api import ranks
 from reknit.errors import UsageError
 from tests.ports import free_port
 

@@ -11,13 +11,12 @@ import logging
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.way.house import is_plugin
+from tests.way.house import counted, is_plugin
 
 tomllib: Any = pytest.importorskip("tomllib")  # as import-linter, it needs Python 3.11
 import_linter = pytest.importorskip("importlinter.cli")
@@ -61,6 +60,12 @@ def contracts(page: str) -> list[dict[str, Any]]:
     layers: dict[str, list[str]] = {}
     for (number,), packages, _ in rows:
         layers.setdefault(number, []).extend(packages)
+    for_now = [
+        f"{module(source)} -> {module(target)}"
+        for sources, targets in table(page, "module", "imports for now")
+        for source in sources
+        for target in targets
+    ]
     made: list[dict[str, Any]] = [
         {
             "name": "an import points to a lower row, and packages of one row never import each other",
@@ -68,11 +73,13 @@ def contracts(page: str) -> list[dict[str, Any]]:
             "containers": ["reknit"],
             "exhaustive": True,
             "layers": [" | ".join(packages) for packages in layers.values()],
+            "ignore_imports": for_now,
         },
         {
             "name": "modules and folders of one package do not import each other in a circle",
             "type": "acyclic_siblings",
             "ancestors": ["reknit", "reknit.**"],
+            "ignore_imports": for_now,
         },
     ]
     basics = {name for number in list(layers)[-3:] for name in layers[number]}
@@ -137,10 +144,10 @@ def test_every_import_keeps_the_rules_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
-        ("| 11 | `types` | only `errors` |\n", ""),  # a package without a row
-        ("| 7 | `engine` |", "| 8 | `engine` |"),
-        ("| 9 | `storage` | `monitor` |", "| 9 | `storage` | |"),
-        ("`storage.tensor_store`, `storage.wrappers.derived` |\n", "`storage.tensor_store` |\n"),
+        ("| 10 | `types` | only `errors` |\n", ""),  # a package without a row
+        ("| 6 | `engine` |", "| 7 | `engine` |"),
+        ("| 8 | `storage` | `events` |", "| 8 | `storage` | |"),
+        ("| `engine` | `comm.group`, `storage.base` |\n", ""),
         ("| `torch` | `frameworks/`, ", "| `torch` | "),
     ],
 )
@@ -203,11 +210,40 @@ def test_the_page_names_the_modules_that_may_use_banned_features() -> None:
     assert {place for _, places in shown for place in places} == allowed
 
 
-def test_no_folder_and_no_module_is_too_large_to_read(tree: dict[str, str]) -> None:
-    folders = Counter(path.rpartition("/")[0] for path in tree)
-    assert {folder: number for folder, number in folders.items() if number > 16} == {}
+def test_no_module_is_too_large_to_read(tree: dict[str, str]) -> None:
     lines = {path: source.count("\n") for path, source in tree.items()}
-    assert {path: number for path, number in lines.items() if number > 350} == {}
+    assert {path: number for path, number in lines.items() if number > 700} == {}
+
+
+SMALL = {
+    "__main__.py": "the entry of the command",
+    "api/phases.py": "a call of users that no other call needs",
+    "engine/loading/task.py": "the values of one load",
+    "engine/saving/task.py": "the values of one save",
+    "engine/stored/at_path.py": "above recognising and hints, which need none of it",
+    "format/checksum.py": "the rule of the digest, for all readers and writers",
+    "frameworks/training_job.py": "the facts that jobs of torch and JAX share",
+    "integrations/model_maps.py": "public names; between two rooms, each of which needs the other's models",
+    "plugins/events.py": "an interface: its names are in the stub",
+    "plugins/format.py": "an interface: its names are in the stub",
+    "plugins/framework.py": "an interface: its names are in the stub",
+    "plugins/store.py": "an interface: its names are in the stub",
+    "plugins/trainer.py": "an interface: its names are in the stub",
+    "sinks.py": "public names",
+    "stores/fsspec_protocols.py": "the protocols of fsspec, without the import of fsspec",
+    "transforms/models.py": "the public name of rules that a plug-in has",
+    "transforms/names.py": "its function has the public name `transforms.names`",
+    "types/dtype.py": "the table of element types",
+}
+"""Modules of fewer than 60 code lines, and the reason of each."""
+
+
+def test_a_small_module_has_a_reason(tree: dict[str, str]) -> None:
+    small = {path for path, source in tree.items() if counted(source).code_lines < 60}
+    packages = {path for path in small if path.endswith("__init__.py")}
+    commands = {path for path in small if path.startswith("cli/")}
+    assert small - packages - commands - SMALL.keys() == set()
+    assert SMALL.keys() - tree.keys() == set()
 
 
 def test_no_two_classes_share_a_name(tree: dict[str, str]) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 import reknit
 from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
+from reknit.engine.saving.task import SaveJob
+from reknit.events.phase import Recorder
 from reknit.frameworks import registry
-from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.world import run_ranks

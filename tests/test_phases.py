@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reknit
-from reknit.monitor.reports.recorded_operations import read_operations
-from reknit.monitor.reports.report_text import headline, phase_rows, remarks
+from reknit.monitor.operations import read_operations
+from reknit.monitor.text import headline, phase_rows, remarks
 from tests.ranks import run
 
 if TYPE_CHECKING:

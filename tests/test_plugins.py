@@ -45,7 +45,7 @@ def test_the_value_of_a_row_is_there(group: str, key: str) -> None:
 
 def test_a_row_whose_library_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hdfs_native", None)
-    for name in [name for name in sys.modules if name.startswith("reknit.storage.hdfs")]:
+    for name in [name for name in sys.modules if name.startswith("reknit.stores.hdfs")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MissingExtraError, match=r"hdfs://a/b needs the package hdfs-native") as caught:
         plugins.find("reknit.storage", "hdfs", "hdfs://a/b")

@@ -27,7 +27,7 @@ from reknit.policies import (
     younger,
 )
 from reknit.policies.policy import policy_of
-from reknit.types.saved_step import SavedStep
+from reknit.types.manifest import SavedStep
 
 ITEMS = ("model", "optimizer", "rng")
 

@@ -19,7 +19,7 @@ import pytest
 import reknit
 from reknit.engine.background import lanes
 from reknit.engine.background.agent_save import AgentSave
-from reknit.engine.background.trainer.agent_session import AgentSession
+from reknit.engine.background.session import AgentSession
 from reknit.errors import UnknownSchemeError
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultKind

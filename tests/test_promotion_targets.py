@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine import awaited
-from reknit.engine.memory.pace import Pace
+from reknit.engine import outcome
+from reknit.engine.memory.workers import Pace
 from reknit.engine.stored import promote
-from reknit.engine.stored.running_agents import at_work
+from reknit.engine.stored.agents import at_work
 from reknit.errors import StorageFullError, UsageError
 from reknit.options import PromotionTarget
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault
 from reknit.testing.world import run_ranks
-from reknit.types.rank_text import spelled
+from reknit.types.small import spelled
 from tests.at_operation import AtOperation
 from tests.faults.nursery import wait_until
 from tests.storage.killpoint import faulty_url, register_faulty
@@ -142,7 +142,7 @@ def test_the_log_has_an_outcome_before_a_thread_that_waits_continues(
         time.sleep(0.1)
         lines.append(line)
 
-    monkeypatch.setattr(awaited, "LOG_S", LIMIT_S)
+    monkeypatch.setattr(outcome, "LOG_S", LIMIT_S)
     save(tmp_path / "taken").result(LIMIT_S)
     handled(late)
     ask(begin(tmp_path, case))
@@ -173,7 +173,7 @@ def test_a_handler_of_the_log_keeps_nobody_waiting(
         except BaseException as error:
             met.append(error)
 
-    monkeypatch.setattr(awaited, "LOG_S", LIMIT_S if how.startswith("raises") else 0.01)
+    monkeypatch.setattr(outcome, "LOG_S", LIMIT_S if how.startswith("raises") else 0.01)
     if how.endswith("closed"):
         monkeypatch.setattr(sys, "stderr", closed := io.StringIO())
         closed.close()

@@ -30,73 +30,70 @@ FIELD = re.compile(r"\b(LoadOptions|SaveOptions|CommOptions)\.([a-z_]+)")
 NAMED = re.compile(r"([A-Za-z_][A-Za-z_.]*)\(")
 BARE = re.compile(r"(?<![\w.?&'-])([a-z_][a-z_0-9]*)=(?![=\s>])")
 SAVES = "api/saves.py:save runs/checkpointer.py:Checkpointer"
+SCRIPT = "integrations/bytecheckpoint/script.py"
 TAKERS = {
-    "arguments.py options": "api/saves.py:save api/loads.py:load",
-    "arguments.py path": "api/saves.py:save api/loads.py:load",
-    "arguments.py state": "api/saves.py:save api/loads.py:load",
-    "arguments.py step": "api/saves.py:save",
-    "docs/error_catalog.py overwrite": "api/saves.py:save stored.py:promote",
+    "api/checks.py options": "api/saves.py:save api/loads.py:load",
+    "api/checks.py path": "api/saves.py:save api/loads.py:load",
+    "api/checks.py state": "api/saves.py:save api/loads.py:load",
+    "api/checks.py step": "api/saves.py:save",
+    "docs/error_catalog.py overwrite": "api/saves.py:save api/stored.py:promote",
     "docs/error_catalog.py wait": SAVES,
-    "comm/meeting/address_store.py token": "ranks.py:connect",
+    "comm/meeting/address_store.py token": "api/ranks.py:connect",
     "comm/round_errors.py group": f"{SAVES} api/loads.py:load",
-    "compat/bytecheckpoint.py framework": "compat/bytecheckpoint.py:save compat/bytecheckpoint.py:load",
-    "dataloader/place.py place": (
-        "dataloader/loader.py:TokenLoader dataloader/torchdata_loader.py:SourceDataset"
-    ),
+    "integrations/bytecheckpoint/script.py framework": f"{SCRIPT}:save {SCRIPT}:load",
+    "dataloader/loader.py place": ("dataloader/loader.py:TokenLoader dataloader/torchdata.py:SourceDataset"),
     "dataloader/token_sets.py num_workers": "dataloader/loader.py:TokenLoader",
-    "dataloader/torchdata_loader.py snapshot_every_n_steps": (
-        "torchdata.stateful_dataloader.StatefulDataLoader"
-    ),
-    "engine/background/agent_job.py wait": SAVES,
-    "engine/background/trainer/agent_link.py wait": SAVES,
+    "dataloader/torchdata.py snapshot_every_n_steps": ("torchdata.stateful_dataloader.StatefulDataLoader"),
+    "engine/background/promotions.py wait": SAVES,
+    "engine/background/link.py wait": SAVES,
     "engine/loading/match.py strict": "api/loads.py:load",
-    "engine/loading/prefixes.py strict": "api/loads.py:load",
-    "engine/record/at_path.py overwrite": "api/saves.py:save stored.py:promote "
-    "integrations/deepspeed.py:save "
-    "integrations/accelerate.py:save_state interop/import_foreign.py:import_checkpoint "
-    "interop/ray_ranks.py:import_on_ray",
-    "engine/foreign/open_foreign.py weights": "interop/import_foreign.py:import_checkpoint",
-    "engine/record/heartbeat.py other_run": (
-        "runs/checkpointer.py:Checkpointer integrations/lightning.py:ReknitCheckpoint "
+    "engine/loading/root.py strict": "api/loads.py:load",
+    "engine/stored/at_path.py overwrite": "api/saves.py:save api/stored.py:promote "
+    "integrations/deepspeed/script.py:save "
+    "integrations/accelerate.py:save_state integrations/formats/import_.py:import_checkpoint "
+    "integrations/ray.py:import_on_ray",
+    "integrations/formats/open.py weights": "integrations/formats/import_.py:import_checkpoint",
+    "engine/stored/heartbeat.py other_run": (
+        "runs/checkpointer.py:Checkpointer integrations/lightning/__init__.py:ReknitCheckpoint "
         "integrations/orbax/manager.py:CheckpointManager integrations/orbax/v1_training.py:RunCheckpointer "
-        "integrations/torchtitan.py:ReknitCheckpointManager.Config"
+        "integrations/torchtitan/script.py:ReknitCheckpointManager.Config"
     ),
-    "engine/stored/newest.py pending": "stored.py:latest",
+    "engine/stored/steps.py pending": "api/stored.py:latest",
     "frameworks/fresh_arrays.py framework": "engine/loading/browse.py:Checkpoint.read",
-    "frameworks/jax/jax_job.py at": "ranks.py:connect",
-    "frameworks/loaders/drawn.py shuffle": "torch.utils.data.DataLoader",
-    "frameworks/loaders/positions.py num_workers": "torch.utils.data.DataLoader",
-    "frameworks/megatron/flat_states.py items": "api/loads.py:load",
-    "interop/import_foreign.py weights": "interop/import_foreign.py:import_checkpoint",
-    "frameworks/optimizer/flat_states.py use_orig_params": "torch.distributed.fsdp.FullyShardedDataParallel",
-    "frameworks/optimizer/slots.py overlap_with_ddp": "torch.distributed.optim.ZeroRedundancyOptimizer",
-    "integrations/deepspeed.py load_module_strict": "integrations/deepspeed.py:_Calls.load_checkpoint",
-    "integrations/deepspeed.py strict": "api/loads.py:load",
-    "integrations/megatron.py strict": "integrations/megatron.py:load",
-    "integrations/orbax/handlers.py args": "integrations/orbax/handlers.py:_Handler.save",
-    "integrations/orbax/handlers.py force": "integrations/orbax/checkpointers.py:WaitingCheckpointer.save",
-    "integrations/orbax/handlers.py overwrite": "integrations/orbax/v1.py:_write",
+    "integrations/jax/job.py at": "api/ranks.py:connect",
+    "dataloader/sample_order.py shuffle": "torch.utils.data.DataLoader",
+    "dataloader/positions.py num_workers": "torch.utils.data.DataLoader",
+    "integrations/megatron/flat_states.py items": "api/loads.py:load",
+    "integrations/formats/import_.py weights": "integrations/formats/import_.py:import_checkpoint",
+    "frameworks/torch/param_options.py use_orig_params": "torch.distributed.fsdp.FullyShardedDataParallel",
+    "frameworks/torch/slots.py overlap_with_ddp": "torch.distributed.optim.ZeroRedundancyOptimizer",
+    "integrations/deepspeed/script.py load_module_strict": (
+        "integrations/deepspeed/script.py:_Calls.load_checkpoint"
+    ),
+    "integrations/deepspeed/script.py strict": "api/loads.py:load",
+    "integrations/megatron/script.py strict": "integrations/megatron/script.py:load",
+    "integrations/orbax/checkpointers.py args": "integrations/orbax/checkpointers.py:_Handler.save",
+    "integrations/orbax/checkpointers.py force": (
+        "integrations/orbax/checkpointers.py:WaitingCheckpointer.save"
+    ),
+    "integrations/orbax/checkpointers.py overwrite": "integrations/orbax/v1.py:_write",
     "integrations/orbax/items.py strict": "integrations/orbax/checkpointers.py:StandardCheckpointer.restore",
     "integrations/orbax/manager.py args": "integrations/orbax/manager.py:CheckpointManager.save",
-    "integrations/torch_dcp/reader.py group": "integrations/torch_dcp/reader.py:DcpReader "
-    "integrations/torch_dcp/writer.py:DcpWriter",
-    "integrations/torch_dcp/writer.py async_stager": "torch.distributed.checkpoint.async_save",
-    "integrations/torchtitan.py start": "runs/checkpointer.py:Checkpointer.resume",
-    "integrations/trainer_parts/lightning_folder.py later_steps": (
-        "integrations/lightning.py:ReknitCheckpoint"
-    ),
-    "integrations/trainer_parts/lightning_folder.py resume": "integrations/lightning.py:ReknitCheckpoint",
-    "integrations/trainer_parts/trainer_objects.py checkpoints": (
-        "integrations/transformers.py:ReknitTrainerMixin"
-    ),
+    "integrations/dcp/planner.py group": "integrations/dcp/planner.py:DcpReader "
+    "integrations/dcp/planner.py:DcpWriter",
+    "integrations/dcp/planner.py async_stager": "torch.distributed.checkpoint.async_save",
+    "integrations/torchtitan/script.py start": "runs/checkpointer.py:Checkpointer.resume",
+    "integrations/lightning/step.py later_steps": ("integrations/lightning/__init__.py:ReknitCheckpoint"),
+    "integrations/lightning/step.py resume": "integrations/lightning/__init__.py:ReknitCheckpoint",
+    "integrations/trainers.py checkpoints": ("integrations/transformers.py:ReknitTrainerMixin"),
     "integrations/transformers.py resume_from_checkpoint": (
         "integrations/transformers.py:ReknitTrainerMixin.train"
     ),
-    "interop/export_folder.py overwrite": "interop/safetensors_export.py:export_hf "
-    "interop/states/npz_export.py:export_npz interop/states/torch_export.py:export_torch",
-    "interop/safetensors_export.py verify": "interop/safetensors_export.py:export_hf",
+    "integrations/formats/export.py overwrite": "integrations/hugging_face/export.py:export_hf "
+    "integrations/numpy_gguf/export.py:export_npz integrations/torch_save/export.py:export_torch",
+    "integrations/hugging_face/export.py verify": "integrations/hugging_face/export.py:export_hf",
     "keywords.py options": "api/saves.py:save api/loads.py:load",
-    "monitor/sinks/scalars.py run_id": "monitor/sinks/scalars.py:MLflow",
+    "monitor/scalars.py run_id": "monitor/scalars.py:MLflow",
     "options/__init__.py bind": "options/__init__.py:CommOptions",
     "options/__init__.py interface": "options/__init__.py:CommOptions",
     "options/__init__.py verify": "options/__init__.py:LoadOptions",
@@ -104,18 +101,18 @@ TAKERS = {
     "policies/keep_policies.py keep": "runs/checkpointer.py:Checkpointer",
     "policies/policy.py keep": "runs/checkpointer.py:Checkpointer",
     "policies/policy.py save": "runs/checkpointer.py:Checkpointer",
-    "ranks.py at": "ranks.py:connect",
-    "ranks.py group": f"{SAVES} api/loads.py:load",
+    "api/ranks.py at": "api/ranks.py:connect",
+    "api/ranks.py group": f"{SAVES} api/loads.py:load",
     "runs/tiers.py tiers": "runs/checkpointer.py:Checkpointer",
     "types/entry.py wait": SAVES,
 }
 """For each file and keyword of a message without a call: the calls that raise this message."""
 NO_CALLS = re.compile(
-    r"(cli/maps/target_layout|cli/show|engine/display|monitor/page/page_file|storage/hdfs/.*)\.py"
-    r"|storage/local/space\.py"
-    "|frameworks/torch/mesh_places.py preserve_rank_order"  # a keyword of torch from 2.15 on
-    "|frameworks/vescale.py overlap_param_gather"
-    "|integrations/trainer_parts/lightning_folder.py ckpt_path"  # its import takes ten seconds
+    r"(cli/maps|cli/show|engine/reports|monitor/page|stores/hdfs/.*)\.py"
+    r"|storage/local/os_errors\.py"
+    "|frameworks/torch/dtensor.py preserve_rank_order"  # a keyword of torch from 2.15 on
+    "|integrations/vescale.py overlap_param_gather"
+    "|integrations/lightning/step.py ckpt_path"  # its import takes ten seconds
 )
 """Texts of other forms: pages, addresses, axes; and keywords of libraries that need not be there."""
 CALLED = {
@@ -123,8 +120,8 @@ CALLED = {
     "LoadOptions": "options/__init__.py:LoadOptions",
     "Tier": "runs/tiers.py:Tier",
     "FaultyStorage": "testing/faulty_storage.py:FaultyStorage",
-    "latest": "stored.py:latest",
-    "load_checkpoint": "integrations/deepspeed.py:_Calls.load_checkpoint",
+    "latest": "api/stored.py:latest",
+    "load_checkpoint": "integrations/deepspeed/script.py:_Calls.load_checkpoint",
     "PyTreeRestore": "orbax.checkpoint.args.PyTreeRestore",
     "jax.random.wrap_key_data": "jax.random.wrap_key_data",
     "module.to_empty": "torch.nn.Module.to_empty",

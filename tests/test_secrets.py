@@ -12,7 +12,7 @@ import pytest
 
 import reknit
 from reknit.errors import ReknitError, from_wire, without_secrets
-from reknit.monitor.phase import Recorder
+from reknit.events.phase import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,16 +15,16 @@ import torch
 import reknit
 from reknit.cli.main import main
 from reknit.comm import group as comm
+from reknit.engine.background import at_agent, session
 from reknit.engine.background.background import Background
-from reknit.engine.background.trainer import agent_supervisor, stage_for_agent
 from reknit.engine.sharing import shared_read
 from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
+from reknit.events.phase import Recorder
+from reknit.format import blob_codec
+from reknit.format import index as index_file
+from reknit.format.blob_codec import decode_blobs, encode_blobs
 from reknit.format.index import arrow_file
-from reknit.format.index import file as index_file
 from reknit.format.index.arrow_file import write_with_arrow
-from reknit.format.values import blob_codec
-from reknit.format.values.blob_codec import decode_blobs, encode_blobs
-from reknit.monitor.phase import Recorder
 from reknit.storage.local.os_errors import translated
 from reknit.testing.world import run_ranks
 from tests import ranks
@@ -267,17 +267,17 @@ def test_agents_that_no_thread_can_form_anew_are_missed_for_that_reason(
     lost: Any = object()
     saves = Background(in_process=True)
     saves.supervisor.session = lost
-    monkeypatch.setattr(agent_supervisor, "start_thread", scarce)
+    monkeypatch.setattr(session, "start_thread", scarce)
     saves.supervisor.replace(lost)
     failure = saves.supervisor.failure
-    saves.begin_anew()  # the lost session could not be closed at the end
+    saves.reset()  # the lost session could not be closed at the end
     assert isinstance(failure, ShortageError)
 
 
 def test_a_save_does_without_the_thread_that_makes_ready_for_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stage_for_agent, "start_thread", scarce)
+    monkeypatch.setattr(at_agent, "start_thread", scarce)
     reknit.save(tmp_path / "step_1", {"x": np.ones(3)}, wait=False).result(60)
     assert reknit.close(30)
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import reknit
-from reknit.comm.quiet import quietly
+from reknit.comm.group import quietly
 from reknit.errors import StateError
 from reknit.policies import at, on_preemption
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from benchmarks.paper.results import About, Measured, Row, small
 from benchmarks.tree import rounds
 from benchmarks.tree.model import Model, star
-from reknit.comm.topology import Topology
+from reknit.comm.group import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,7 +25,7 @@ from benchmarks.paper.results import About, Measured, Row, small
 from benchmarks.pictures import draw_both
 from benchmarks.reports import RESULTS, kept
 from reknit.policies import Facts, Moment, auto, every
-from reknit.policies.cost_model import RunCosts
+from reknit.policies.save_policies import RunCosts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ from benchmarks.paper.jobs import places
 from benchmarks.paper.results import About, Measured, Row, small
 from benchmarks.storage.ours import write
 from benchmarks.turns import in_turn
-from reknit.storage.hdfs.store import open_hdfs
+from reknit.stores.hdfs.store import open_hdfs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from benchmarks.planning.tree import PER_HOST, WRITE_ID
-from reknit.engine import round_messages
-from reknit.engine.loading.index_part import Reach, kept
+from reknit.engine import messages
+from reknit.engine.loading.contents import Reach, kept
 from reknit.engine.loading.match import Fill
 from reknit.engine.loading.read import granularity
-from reknit.engine.packed_columns import packed, unpacked
-from reknit.engine.saving.manifest_content import receipts_to_manifest
+from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
-from reknit.engine.saving.save_coordinator import Coordinator
-from reknit.engine.sharing.share_out import share_out
+from reknit.engine.sharing.shared_read import share_out
+from reknit.engine.stored.manifest_content import receipts_to_manifest
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.options import LoadOptions
+from reknit.planner.columns import packed, unpacked
 from reknit.planner.load import plan_load
 from reknit.planner.sharing import FetchTable, Reads, fetch_of
 from reknit.types.wanted import Wanted
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from benchmarks.planning.jobs import Job
     from benchmarks.planning.tree import Climbed
-    from reknit.engine.round_messages import Offer, SharePlan
+    from reknit.engine.messages import Offer, SharePlan
     from reknit.types.manifest import Index
 
 OPTIONS = LoadOptions(share="always")
@@ -126,7 +126,7 @@ def offered(job: Job, source: Saved, rank: int) -> Offered:
     sizes = [source.file_nbytes[path] for path in rows.files]
     plan = plan_load(rows, [(fill.tensor, fill.box) for fill in fills], sizes, CUT)
     columns = (plan.read_file, plan.read_start, plan.read_nbytes)
-    offer = round_messages.Offer(
+    offer = messages.Offer(
         host=str(rank // PER_HOST),
         link=str(rank),
         carries="cpu",

@@ -15,14 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import msgspec
 
 from benchmarks.planning.tree import WRITE_ID
-from reknit.engine.saving.manifest_content import ManifestContent, list_files, receipts_to_manifest
+from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
-from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.stored.manifest_content import ManifestContent, list_files, receipts_to_manifest
 from reknit.format import paths
-from reknit.format.checksum import BLOCK_NBYTES, block_digests
-from reknit.format.index.file import encode_index
+from reknit.format.checksum import BLOCK_NBYTES, FORMAT_VERSION, block_digests
+from reknit.format.index import encode_index
 from reknit.format.manifest_file import encode_manifest
-from reknit.format.versions import FORMAT_VERSION
 from reknit.types.manifest import FileEntry, Manifest
 
 REPEAT = 3

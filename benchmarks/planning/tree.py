@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.comm.topology import Topology
-from reknit.engine import round_messages
-from reknit.engine.memory.sources import Sources
-from reknit.engine.saving.claims import EncodedHoldings, claims
-from reknit.engine.saving.compared_copies import EQUAL
-from reknit.engine.saving.file_layout import FileCut, layout_digest, outline
+from reknit.comm.group import Topology
+from reknit.engine import messages
+from reknit.engine.memory.images import Sources
+from reknit.engine.memory.write import Written
+from reknit.engine.saving.coordinator import receipt
+from reknit.engine.saving.layout import FileCut, layout_digest, outline
 from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
-from reknit.engine.saving.receipt import receipt
-from reknit.engine.small_files import Written
+from reknit.engine.saving.part import EQUAL, EncodedHoldings, claims
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.types.shard import Holdings
@@ -84,7 +83,7 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
         if silent
         else b""
     )
-    claimed = claims(rank, round_messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
+    claimed = claims(rank, messages.RankClaims(WRITE_ID, 1, digest, _NO_SHARDS, _SHARED))
     return Rank(
         claimed.pack(), reported.pack(), again, planned - begin, receipt_s, len(plan.columns.tensor) // 8
     )
@@ -107,7 +106,7 @@ def _ranks(job: Job, silent: bool, workers: int) -> Iterator[Rank]:
 
 
 _NO_SHARDS = EncodedHoldings(Holdings((), (), ()), (), []).shard_claims()
-_SHARED = [round_messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in range(SHARED_VALUES)]
+_SHARED = [messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in range(SHARED_VALUES)]
 
 
 @dataclass

@@ -46,7 +46,7 @@ def answer(mib: int, repeat: int, durability: Durability) -> int:
 
 def measure(url: str, data: NDArray[np.uint8], repeat: int, durability: Durability) -> dict[str, Any]:
     """Return the megabytes per second of each way, and the processor time of this process per gigabyte."""
-    from reknit.storage.hdfs.store import open_hdfs
+    from reknit.stores.hdfs.store import open_hdfs
 
     split = open_hdfs(url, durability)
     stream = open_hdfs(f"{url}?concat=none", durability)
@@ -92,7 +92,7 @@ def measure(url: str, data: NDArray[np.uint8], repeat: int, durability: Durabili
 
 def read_by(threads: int, url: str, data: NDArray[np.uint8]) -> None:
     """Read with so many threads, each of which asks for one range at a time."""
-    from reknit.storage.hdfs.store import open_hdfs
+    from reknit.stores.hdfs.store import open_hdfs
 
     out = np.empty(len(data), np.uint8)
     with ThreadPoolExecutor(threads) as pool:

@@ -20,8 +20,8 @@ import reknit
 from benchmarks.table.rounds import Row
 from benchmarks.turns import in_turn
 from reknit import sinks
-from reknit.monitor.outlet import Outlet
-from reknit.monitor.records import PhaseRecord, Record, StorageRecord
+from reknit.events.outlet import Outlet
+from reknit.events.records import PhaseRecord, Record, StorageRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,15 +10,14 @@ import heapq
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.comm.group import Call
-from reknit.comm.tree.effects import Decide, RoundDone, SendOutcome, SendReport
-from reknit.comm.tree.machine import RoundMachine
+from reknit.comm.tree.machine import Decide, RoundDone, RoundMachine, SendOutcome, SendReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reknit.comm.group import Topology
     from reknit.comm.rank_messages import Outcome, Report
-    from reknit.comm.topology import Topology
-    from reknit.comm.tree.effects import Effect
+    from reknit.comm.tree.machine import Effect
 
 MAX_NBYTES = 1 << 30
 LONGEST_S = 3600.0

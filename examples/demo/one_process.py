@@ -21,7 +21,7 @@ from tiny_llama import Config, TinyLlama, loss_of
 from transformers import AutoModelForCausalLM
 
 import reknit
-from reknit.interop.safetensors_export import export_hf
+from reknit.integrations.hugging_face.export import export_hf
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import reknit
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
-from reknit.testing.throttled import Pace, ThrottledStorage
+from reknit.testing.metered import Pace, ThrottledStorage
 
 if TYPE_CHECKING:
     from reknit.options import Durability

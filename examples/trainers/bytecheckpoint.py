@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import reknit.compat.bytecheckpoint as bcp
+from reknit.integrations import bytecheckpoint as bcp
 
 if TYPE_CHECKING:
     from collections.abc import Callable

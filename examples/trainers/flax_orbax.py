@@ -18,7 +18,7 @@ import optax
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import reknit.integrations.orbax as ocp
+from reknit.integrations import orbax as ocp
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
     for archive in map(Path, arguments):
         found = content(archive)
         is_wheel = archive.suffix == ".whl"
-        licenses = ["LICENSE", "src/reknit/monitor/page/uPlot.LICENSE"]
+        licenses = ["LICENSE", "src/reknit/monitor/assets/uPlot.LICENSE"]
         expected = expected_in_wheel(files, licenses) if is_wheel else expected_in_sources(files)
         listed = [*problems(found, expected, paths)]
         listed += metadata_problems(found.get("METADATA" if is_wheel else "PKG-INFO", b""))

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from reknit import forks as _forks  # noqa: F401 (one before the first call counts, too)
+from reknit import system as _forks  # noqa: F401 (one before the first call counts, too)
 from reknit.errors import UsageError, did_you_mean, typed_shortage, without_secrets
 from reknit.system import without_collections
 from reknit.types.entry import REMEDY

@@ -33,10 +33,10 @@ _FIRST = ("save", "load", "SaveOptions", "LoadOptions", "CommOptions", "Checkpoi
 
 _NAMESPACES = {
     "reknit.policies": "reknit.policies",
-    "reknit.transforms.models": "reknit.transforms.models",
+    "reknit.integrations.model_maps": "reknit.transforms.models",
     "reknit.transforms": "reknit.transforms",
     "reknit.sinks": "reknit.sinks",
-    "reknit.monitor.sinks": "reknit.sinks",
+    "reknit.monitor": "reknit.sinks",
 }
 """The public modules of packages; the names of all other packages are in `reknit` itself."""
 

@@ -1,4 +1,4 @@
-"""Which place is meant: the path or the URL that an object stands for, and where events go?"""
+"""The path or URL that an object stands for, and the places of events."""
 
 from __future__ import annotations
 

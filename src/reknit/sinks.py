@@ -5,14 +5,14 @@ method `take(records)` is a sink too.
 """
 
 from reknit.errors import UsageError, shown
+from reknit.events.outlet import flush_all
+from reknit.events.to_file import JsonLines
 from reknit.keywords import checked_call
 from reknit.locations import Sink
-from reknit.monitor.outlet import flush_all
-from reknit.monitor.sinks.duckdb import DuckDB
-from reknit.monitor.sinks.jsonl import JsonLines
-from reknit.monitor.sinks.opentelemetry import OpenTelemetry
-from reknit.monitor.sinks.prometheus import Prometheus
-from reknit.monitor.sinks.scalars import MLflow, TensorBoard, WandB
+from reknit.monitor.duckdb import DuckDB
+from reknit.monitor.opentelemetry import OpenTelemetry
+from reknit.monitor.prometheus import Prometheus
+from reknit.monitor.scalars import MLflow, TensorBoard, WandB
 
 __all__ = [
     "DuckDB",

@@ -1,10 +1,11 @@
-"""The resources of a process (memory, threads, descriptors), its switches, and its last actions."""
+"""The resources of a process (memory, threads, descriptors), its switches, forks, and last actions."""
 
 from __future__ import annotations
 
 import atexit
 import fcntl
 import gc
+import io
 import logging
 import mmap
 import os
@@ -13,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from multiprocessing.process import parent_process
 from multiprocessing.util import Finalize
+from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -24,6 +28,121 @@ from reknit.errors import ShortageError, says_end, shortage, typed_shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+inherited: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The default groups of torch that the parents of this process had."""
+
+
+def _after_fork() -> None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None:
+        return
+    with suppress(Exception):  # torch may be in any state after a fork, and the child must go on
+        if distributed.is_available() and distributed.is_initialized():
+            inherited.add(distributed.group.WORLD)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+EXIT_STATUS = 120
+"""That of Python itself for an error while it ends, also after ``sys.exit``."""
+
+
+def at_very_end(action: Callable[[], object]) -> None:
+    """Call `action` when this process ends by itself, after all actions of `system.AtExit`.
+
+    Finalizers do not run after one that changes the exit status of a process of `multiprocessing`.
+    """
+    Finalize(None, action, exitpriority=-2)
+
+
+def end_with_failure() -> None:
+    """Let this process end with `EXIT_STATUS` instead of 0; only an action of `at_very_end` calls this.
+
+    An exception or a signal that ends the process has a status of its own, which stays.
+    """
+    if parent_process() is None:
+        if not hasattr(sys, "last_value"):
+            sys.stderr = FailsLast(sys.stderr)
+        return
+    # A process of `multiprocessing` calls finalizers while the exception that ends it is raised.
+    error = sys.exc_info()[1]
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        raise SystemExit(EXIT_STATUS)
+
+
+class FailsLast:
+    """A standard error whose last flush fails, which is that of the interpreter, after all exit handlers.
+
+    The exit status is 120 then, and nothing else differs.  Python ignores exceptions of exit handlers, and
+    `os._exit` in one of them would skip the others.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = io.StringIO() if stream is None else stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Flush, and fail without a calling function."""
+        with suppress(ValueError):  # it may be closed
+            self._stream.flush()
+        if sys._getframe().f_back is None:
+            raise OSError("a save failed")
+
+
+def available_nbytes(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process can still get; `root` has the folders of the system."""
+    machine = _fields(root / "proc/meminfo").get("MemAvailable:")
+    if machine is not None:
+        free = machine * 1024
+    else:
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([free, *_group_rooms(root)]))
+
+
+def _group_rooms(root: Path) -> Iterator[int]:
+    """Yield the rest of the limit of each control group of this process, of either version.
+
+    Pages of files that were not used lately count as free, as in MemAvailable, because reading data and
+    writing checkpoints fills the group with them.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        kinds, _, path = line.partition(":")[2].partition(":")
+        if not kinds:
+            top, limit, usage, cold = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in kinds.split(","):
+            top, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cold = "total_inactive_file"
+        else:
+            continue
+        inner = Path(path.lstrip("/"))
+        # In a container the path may be that of the host, which is not mounted; this group is then the top.
+        for group in (inner, *inner.parents):
+            folder = root / top / group
+            most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+            if most.isdecimal() and used.isdecimal():
+                yield int(most) - int(used) + _fields(folder / "memory.stat").get(cold, 0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file whose lines are a name, a number, and perhaps a unit."""
+    rows = [line.split() for line in _text(path).splitlines()]
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""  # another kind of system, or not readable: other sources answer
+
 
 logger = logging.getLogger("reknit")
 

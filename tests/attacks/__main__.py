@@ -11,12 +11,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import FormatError, ShortageError
+from reknit.format.blob_codec import decode_blobs
 from reknit.format.data_file import decode_header
 from reknit.format.file_table import with_table
+from reknit.format.index import decode_index, encode_index
 from reknit.format.index.checks import check_extents
-from reknit.format.index.file import decode_index, encode_index
 from reknit.format.manifest_file import decode_record
-from reknit.format.values.blob_codec import decode_blobs
 from reknit.types.box import Box
 from reknit.types.shard import TensorSpec
 from tests.attacks import hostile_documents, hostile_index, hostile_table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reknit.format.index import columns as index_columns
+from reknit.format.index import arrow_file as index_columns
 from reknit.format.index.arrow_file import write_with_arrow
 from reknit.format.index.plain_file import write_plain
 from reknit.types.box import Box

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reknit.errors import CorruptError, VersionError
-from reknit.format.index.file import decode_index, encode_index
+from reknit.format.index import decode_index, encode_index
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from tests.attacks import hostile_documents, hostile_index
 from tests.attacks.__main__ import refuse

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planning import growth, loads, root
 from benchmarks.planning.jobs import Fsdp2, Megatron, Model
 from benchmarks.planning.tree import climb, rank_of
-from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.saving.coordinator import Coordinator
 
 if TYPE_CHECKING:
     from benchmarks.planning.jobs import Job

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.tree import model
 from benchmarks.tree.run import TIMEOUT_S, hosts
 from benchmarks.tree.wire import why_not
-from reknit.comm.topology import Topology
+from reknit.comm.group import Topology
 from tests.running.examples import is_night
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import reknit
-from reknit.policies.cost_model import RunCosts
+from reknit.policies.save_policies import RunCosts
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.cli import agents
-from reknit.engine.stored.running_agents import AtWork
+from reknit.engine.stored.agents import AtWork
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,10 +15,10 @@ from torch import nn
 
 import reknit
 from reknit.cli.diff import DataDifference, both_shown
-from reknit.format.values.blob_codec import encode_blobs
+from reknit.format.blob_codec import encode_blobs
 from reknit.types.shard import TensorSpec
 from tests import ranks
-from tests.interop.checkpoints import columns, save_in_boxes
+from tests.integrations.formats.checkpoints import columns, save_in_boxes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ import pytest
 import reknit
 from reknit.cli.gc import age
 from reknit.errors import FencedError, MissingExtraError
-from reknit.storage.local.sweep import sweepable
+from reknit.storage.local.memory import sweepable
 from reknit.storage.registry import open_storage
 from tests.servers import environment, new_url, server, uploads_left
 

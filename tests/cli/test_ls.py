@@ -9,11 +9,11 @@ import pytest
 import reknit
 from reknit.cli import ls
 from reknit.cli.ls import rows_of
-from reknit.engine.record import other_formats
+from reknit.engine.stored import hints
 from reknit.engine.stored.delete import delete
 from reknit.errors import StoragePermissionError
 from reknit.storage.local import store
-from reknit.storage.local.posix import entries
+from reknit.storage.local.files import entries
 from tests.cli.command import Command, damage
 from tests.engine.runs import pausing, save_as
 from tests.storage.process_memory import ProcessMemory
@@ -98,7 +98,7 @@ def test_a_checkpoint_itself_is_listed_too(command: Command, root: Path) -> None
 def test_a_folder_as_large_as_a_disk_is_not_searched_to_the_end_and_named(
     command: Command, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_formats, "MOST_FOREIGN", 20)
+    monkeypatch.setattr(hints, "MOST_FOREIGN", 20)
     monkeypatch.setattr(ls, "MOST_FOREIGN", 20)
     for folder in (root / "disk" / f"{k}" for k in range(5)):
         folder.mkdir(parents=True)

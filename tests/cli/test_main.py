@@ -180,7 +180,7 @@ def test_a_command_imports_no_module_of_another_one(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path)]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert "reknit.cli.ls" in loaded
-    assert not {"reknit.cli.show", "reknit.cli.export", "reknit.cli.reports.report"} & set(loaded)
+    assert not {"reknit.cli.show", "reknit.cli.export", "reknit.cli.report"} & set(loaded)
 
 
 def test_a_command_of_a_distribution_that_cannot_be_loaded_is_named(

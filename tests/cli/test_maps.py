@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.cli.maps.checkpoint_map import map_data
-from reknit.cli.maps.layout_reads import boxes, layout_reads, planned_ranks
-from reknit.cli.maps.target_layout import target_layout
+from reknit.cli.maps import boxes, layout_reads, map_data, planned_ranks, target_layout
 from reknit.errors import UsageError
-from reknit.interop.tensor_stream import tensors_of
+from reknit.integrations.formats.export import tensors_of
 from reknit.types.box import Box
-from tests.interop.checkpoints import columns, save_in_boxes
+from tests.integrations.formats.checkpoints import columns, save_in_boxes
 from tests.page_checks import bad_contrasts, sticking_out
 
 if TYPE_CHECKING:

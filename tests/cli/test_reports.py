@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.monitor.sinks.jsonl import JsonLines
-from reknit.policies.cost_model import RunCosts
+from reknit.events.to_file import JsonLines
+from reknit.policies.save_policies import RunCosts
 from tests.monitor.records import of_rank as record
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 import reknit
 from reknit.cli.output import readable
-from tests.interop.checkpoints import columns, save_in_boxes
+from tests.integrations.formats.checkpoints import columns, save_in_boxes
 
 if TYPE_CHECKING:
     from pathlib import Path

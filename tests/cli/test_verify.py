@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import reknit
-from reknit.format.index.file import decode_index, encode_index
-from reknit.monitor.progress_text import amount
+from reknit.events.progress import amount
+from reknit.format.index import decode_index, encode_index
 from reknit.types.manifest import Index
 from tests.cli.command import damage
-from tests.interop.checkpoints import columns, save_in_boxes
+from tests.integrations.formats.checkpoints import columns, save_in_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,7 +164,7 @@ def test_an_index_that_places_tensors_elsewhere_is_told(
         return encode_index(Index(index.tensors, index.files, *columns), checked=checked)
 
     with monkeypatch.context() as patch:
-        patch.setattr("reknit.engine.saving.save_coordinator.encode_index", swapped)
+        patch.setattr("reknit.engine.saving.coordinator.encode_index", swapped)
         reknit.save(tmp_path / "c", {"model": {"a": np.zeros(4), "b": np.ones(4), "c": np.ones(4)}})
     assert decode_index(index_of(tmp_path / "c").read_bytes()).start[0] > 4096
     assert command("verify", tmp_path / "c", "--data").code == 0

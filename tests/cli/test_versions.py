@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from reknit.format.versions import FORMAT_VERSION
+from reknit.format.checksum import FORMAT_VERSION
 
 if TYPE_CHECKING:
     import pytest
@@ -33,5 +33,5 @@ def test_what_is_not_installed_is_said(command: Command, monkeypatch: pytest.Mon
             raise PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr("reknit.cli.program.versions.version", absent)
+    monkeypatch.setattr("reknit.cli.main.version", absent)
     assert "obstore is not installed (for s3://, gs://, az://)" in command("--version").out.splitlines()

@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.comm import round_errors
 from reknit.comm.group import Call
-from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
-from reknit.comm.tree.machine import RoundMachine
+from reknit.comm.tree.machine import (
+    Decide,
+    Notify,
+    Refuse,
+    RoundDone,
+    RoundMachine,
+    SendOutcome,
+    SendReport,
+    Warn,
+)
 from reknit.errors import ReknitError, from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.comm.topology import Topology
-    from reknit.comm.tree.effects import Effect
+    from reknit.comm.group import Topology
+    from reknit.comm.tree.machine import Effect
 
 MAX_NBYTES = 1 << 20
 

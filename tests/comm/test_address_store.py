@@ -15,13 +15,15 @@ import msgspec
 import psutil
 import pytest
 
-from reknit.comm import serving, tls
-from reknit.comm.meeting import address_server, address_store
-from reknit.comm.meeting.address_server import ServedStore
+from reknit.comm import serving
+from reknit.comm import serving as tls
+from reknit.comm.meeting import address_store
+from reknit.comm.meeting import address_store as address_server
 from reknit.comm.meeting.address_store import (
     MOST_VALUE_NBYTES,
     Point,
     RemoteStore,
+    ServedStore,
     StoreRequest,
     checked_token,
 )

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.group import Call
-from reknit.comm.topology import Topology
+from reknit.comm.group import Call, Topology
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, ReknitError
-from reknit.types.rank_text import spelled
+from reknit.types.small import spelled
 from tests.comm.worlds import ask, endings, exchange
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.comm.chunks import CHUNK_NBYTES, FIRST_NBYTES, divided, joined
+from reknit.comm.rank_messages import CHUNK_NBYTES, FIRST_NBYTES, divided, joined
 from reknit.errors import CommError, ProtocolError
 from tests.running.examples import examples
 

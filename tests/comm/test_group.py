@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.comm.envelope import Envelope, decode, encode, failed, merged
-from reknit.comm.group import Call, SoloGroup, barrier, turn
+from reknit.comm.group import Call, Envelope, SoloGroup, barrier, decode, encode, failed, merged, turn
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import CommError, MismatchError, ProtocolError, ReknitError, StorageFullError
 from tests.comm.collectives import agree, broadcast, gather, scatter

@@ -16,10 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reknit.comm.meeting import entries, hosts, identity
-from reknit.comm.meeting.entries import Shape
+from reknit.comm.meeting import hosts, rendezvous
 from reknit.comm.meeting.hosts import gather_shape
-from reknit.comm.meeting.rendezvous import FolderStore, Store
+from reknit.comm.meeting.rendezvous import FolderStore, Shape, Store
 from reknit.errors import CommError, DeadlineError, ProtocolError, ReknitError, UsageError
 from reknit.options import CommOptions
 from tests.comm.memory_store import MemoryStore
@@ -37,8 +36,8 @@ _where = threading.local()
 @pytest.fixture(autouse=True)
 def named_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each thread choose its host."""
-    real = identity.host
-    monkeypatch.setattr(identity, "host", lambda: getattr(_where, "host", None) or real())
+    real = rendezvous.host
+    monkeypatch.setattr(rendezvous, "host", lambda: getattr(_where, "host", None) or real())
 
 
 @pytest.fixture
@@ -221,7 +220,7 @@ def test_words_of_another_version_do_not_keep_a_new_run_from_forming(store: Stor
 def test_a_new_run_clears_away_what_the_last_left_and_nothing_else(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.set("reknit/job-2/other", b"kept")
-    store.set(f"{entries.base('job/3')}/other", b"kept too")
+    store.set(f"{rendezvous.base('job/3')}/other", b"kept too")
     counts = []
     for _ in range(3):
         shapes(gather(store, range(3), 3, late=[1, 2], late_s=0.1))
@@ -396,7 +395,7 @@ def test_anything_else_in_the_place_of_a_rank_is_refused_on_all() -> None:
         assert isinstance(error, ProtocolError)
 
 
-PRINT = "from reknit.comm.meeting.identity import host; print(host(), end='')"
+PRINT = "from reknit.comm.meeting.rendezvous import host; print(host(), end='')"
 
 
 def test_processes_of_one_machine_name_the_same_host_unless_told_otherwise(
@@ -408,9 +407,9 @@ def test_processes_of_one_machine_name_the_same_host_unless_told_otherwise(
         ).stdout
 
     monkeypatch.delenv("REKNIT_HOST", raising=False)
-    assert reported() == identity.host() != ""
+    assert reported() == rendezvous.host() != ""
     monkeypatch.setenv("REKNIT_HOST", "rack 7")
-    assert reported() == identity.host() == "rack 7"
+    assert reported() == rendezvous.host() == "rack 7"
 
 
 def test_rank_0_that_waited_alone_hears_that_all_ranks_have_to_call(store: Store) -> None:

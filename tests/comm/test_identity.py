@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.meeting import identity
+from reknit.comm.meeting import rendezvous
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError
@@ -27,22 +27,22 @@ OPTIONS = CommOptions(bind="127.0.0.1", connect_timeout_s=90)
 
 
 def test_a_process_has_ended_once_it_was_killed_also_before_anyone_has_waited_for_it() -> None:
-    space = identity.process().rpartition(" ")[0]
+    space = rendezvous.process().rpartition(" ")[0]
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert not identity.has_ended(f"{space} {child.pid}")
+        assert not rendezvous.has_ended(f"{space} {child.pid}")
         child.kill()
-        while not identity.has_ended(f"{space} {child.pid}"):
+        while not rendezvous.has_ended(f"{space} {child.pid}"):
             time.sleep(0.01)
     finally:
         child.kill()
         child.communicate()
-    assert identity.has_ended(f"{space} {child.pid}")
+    assert rendezvous.has_ended(f"{space} {child.pid}")
 
 
 def test_of_a_process_that_cannot_be_seen_nobody_says_that_it_has_ended() -> None:
-    for other in ("", "1", "another boot 1 1", "garbled", identity.process()):
-        assert not identity.has_ended(other), other
+    for other in ("", "1", "another boot 1 1", "garbled", rendezvous.process()):
+        assert not rendezvous.has_ended(other), other
 
 
 class DeadlyStore(FolderStore):

@@ -9,13 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reknit.comm import round_errors
-from reknit.comm.group import Call
+from reknit.comm.group import Call, Topology
 from reknit.comm.rank_messages import Heading, Parcel
-from reknit.comm.topology import Topology
-from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport
-from reknit.comm.tree.machine import RoundMachine
+from reknit.comm.tree.machine import Decide, Notify, Refuse, RoundDone, RoundMachine, SendOutcome, SendReport
 from reknit.errors import CommError, DeadlineError, MismatchError, ProtocolError, ReknitError, from_wire
-from reknit.types.rank_text import spelled
+from reknit.types.small import spelled
 from tests.comm.loop import Loop
 from tests.running.examples import examples
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.comm.rank_messages import Outcome, Report
-    from reknit.comm.tree.effects import Effect
+    from reknit.comm.tree.machine import Effect
 
 LATEST_S = 30.0 + 3 * round_errors.GRACE_S
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reknit.comm import serving
-from reknit.comm.group import barrier
-from reknit.comm.meeting import identity
+from reknit.comm.group import Topology, barrier
+from reknit.comm.meeting import rendezvous
 from reknit.comm.meeting.addresses import check_owner
-from reknit.comm.topology import Topology
 from reknit.comm.tree import tree_group as tree
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.comm.tree.tree_group import TreeGroup
-from reknit.engine.background.side_group import side_group
+from reknit.engine.background.lanes import side_group
 from reknit.errors import CommError, DeadlineError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
@@ -131,7 +130,7 @@ def test_ranks_that_may_not_reach_such_a_socket_connect_by_address(
 ) -> None:
     answers = iter(["0 1", "0 2"]) if why == "other files" else iter(["", ""])
     if why != "a chosen address":
-        monkeypatch.setattr(identity, "reach", lambda: next(answers))
+        monkeypatch.setattr(rendezvous, "reach", lambda: next(answers))
     options = CommOptions(bind="127.0.0.1" if why == "a chosen address" else None, connect_timeout_s=30)
     groups = joined(2, options=options)
     assert sockets(groups)[0].startswith("127.0.0.1:")

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reknit.comm import round_errors
-from reknit.comm.group import Call
+from reknit.comm.group import Call, Topology
 from reknit.comm.rank_messages import Heading, Parcel
-from reknit.comm.topology import Topology
 from reknit.comm.tree.machine import RoundMachine
 from reknit.comm.tree.rounds import Rounds
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError

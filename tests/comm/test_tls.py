@@ -12,10 +12,9 @@ import grpc
 import pytest
 import trustme
 
-from reknit.comm import tls
+from reknit.comm import serving as tls
 from reknit.comm.meeting import address_store
-from reknit.comm.meeting.address_server import ServedStore
-from reknit.comm.meeting.address_store import Point, RemoteStore
+from reknit.comm.meeting.address_store import Point, RemoteStore, ServedStore
 from reknit.errors import CommError, UsageError
 from reknit.options import CommOptions, Tls
 from tests.ports import free_port

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.comm.topology import Topology
+from reknit.comm.group import Topology
 
 host_lists = st.lists(st.integers(0, 12), min_size=1, max_size=120)
 topologies = st.one_of(

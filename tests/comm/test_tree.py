@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.comm.group import Call, barrier
+from reknit.comm.group import Call, Topology, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.serving import channel_settings
-from reknit.comm.topology import Topology
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reknit.comm.group import Topology
 from reknit.comm.rank_messages import Reply, encode
-from reknit.comm.topology import Topology
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, UsageError
 from reknit.options import CommOptions

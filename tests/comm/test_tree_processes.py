@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.comm.group import barrier
+from reknit.comm.group import Topology, barrier
 from reknit.comm.meeting.rendezvous import FolderStore
-from reknit.comm.topology import Topology
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions

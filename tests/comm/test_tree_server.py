@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from reknit.comm.chunks import CHUNK_NBYTES, divided, joined
-from reknit.comm.rank_messages import Heading, Hello, News, Outcome, Parcel, Reply, decode, encode
+from reknit.comm.group import Topology
+from reknit.comm.rank_messages import (
+    CHUNK_NBYTES,
+    Heading,
+    Hello,
+    News,
+    Outcome,
+    Parcel,
+    Reply,
+    decode,
+    divided,
+    encode,
+    joined,
+)
 from reknit.comm.serving import TOKEN
-from reknit.comm.topology import Topology
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError, from_wire

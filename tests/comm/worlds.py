@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reknit.comm.group import Call, turn
-from reknit.comm.topology import Topology
+from reknit.comm.group import Call, Topology, turn
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions

@@ -11,7 +11,7 @@ import torch
 
 import reknit
 from reknit.dataloader import process
-from reknit.dataloader.protocols import LoaderShard
+from reknit.dataloader.sources import LoaderShard
 from reknit.errors import MismatchError
 from reknit.frameworks.registry import collect
 from reknit.testing.world import run_ranks

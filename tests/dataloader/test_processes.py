@@ -15,7 +15,7 @@ import pytest
 
 import reknit
 from reknit.dataloader import TokenSet
-from reknit.dataloader.messages import Prepare
+from reknit.dataloader.token_sets import Prepare
 from reknit.errors import ReknitError, ShortageError, UsageError
 from reknit.processes.channel import Channel, Message
 from reknit.types.shard import Encoded

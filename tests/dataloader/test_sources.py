@@ -27,7 +27,7 @@ def of_sources(open_source: Any, place: ReaderPlace) -> Any:
 
 def of_torchdata(open_source: Any, place: ReaderPlace) -> Any:
     torchdata = installed("torchdata.stateful_dataloader")
-    from reknit.dataloader.torchdata_loader import ShardedDataLoader, SourceDataset
+    from reknit.dataloader.torchdata import ShardedDataLoader, SourceDataset
 
     dataset = SourceDataset(open_source, len(SIZES), place=place, sizes=SIZES)
     return ShardedDataLoader(torchdata.StatefulDataLoader(dataset, batch_size=None, collate_fn=_itself))

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.frameworks.registry import collect, wanted
+from reknit.integrations.deepspeed import private
 from reknit.types.wanted import Terms
 from tests.deepspeed import engines
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, portable
@@ -133,10 +133,10 @@ def what_is_read_of_zero_1_and_2_is_where_deepspeed_itself_says() -> None:
             others = [{"zero": {"parameter_alignment": True}}]
         for more in ({}, *others):
             made = engine(stage, precision, **more)
-            deepspeed_private.relink(made.optimizer)
-            members = [m for group in deepspeed_private.flat_groups(made.optimizer) for m in group.members]
+            private.relink(made.optimizer)
+            members = [m for group in private.flat_groups(made.optimizer) for m in group.members]
             assert len(members) == len([p for p in made.module.parameters() if p.requires_grad])
-            for group in deepspeed_private.flat_groups(made.optimizer):
+            for group in private.flat_groups(made.optimizer):
                 assert group.ranks == (0, 1)
                 for member in group.members:
                     mapping = member.parameter._hp_mapping
@@ -149,7 +149,7 @@ def what_is_read_of_zero_1_and_2_is_where_deepspeed_itself_says() -> None:
                     assert group.flat[inside].data_ptr() == mapping.get_hp_fragment().data_ptr()
                     shown = member.parameter.detach().reshape(-1)[member.start :][: member.numel]
                     assert group.live[inside].data_ptr() == shown.data_ptr()
-                    states = deepspeed_private.inner(made.optimizer).state[group.flat]
+                    states = private.inner(made.optimizer).state[group.flat]
                     fragment = mapping.get_optim_state_fragment("exp_avg")
                     assert states["exp_avg"][inside].data_ptr() == fragment.data_ptr()
 
@@ -160,10 +160,10 @@ def what_is_read_of_zero_3_is_where_deepspeed_itself_says() -> None:
     for precision in ("fp32", "bf16"):
         for zero in ({}, {"sub_group_size": 20}, {"stage3_param_persistence_threshold": 0}):
             made = engine(3, precision, zero=zero)
-            groups = deepspeed_private.flat_groups(made.optimizer)
+            groups = private.flat_groups(made.optimizer)
             assert (len(groups) > 1) == ("sub_group_size" in zero)
             for group in groups:
-                states = deepspeed_private.inner(made.optimizer).state[group.flat]
+                states = private.inner(made.optimizer).state[group.flat]
                 for member in group.members:
                     parameter, end = member.parameter, member.offset + member.numel
                     here = get.safe_get_local_fp32_param(parameter)[: member.numel]
@@ -171,8 +171,8 @@ def what_is_read_of_zero_3_is_where_deepspeed_itself_says() -> None:
                     here = get.safe_get_local_optimizer_state(parameter, "exp_avg")[: member.numel]
                     assert torch.equal(states["exp_avg"][member.offset : end], here)
             for parameter in made.module.parameters():
-                part = deepspeed_private.partition(parameter)
-                assert deepspeed_private.owner(parameter) is made.optimizer
+                part = private.partition(parameter)
+                assert private.owner(parameter) is made.optimizer
                 with engines.deepspeed().zero.GatheredParameters(parameter):
                     whole = parameter.detach().clone()
                 assert part.shape == tuple(whole.shape)
@@ -232,7 +232,7 @@ def states_that_are_made_are_as_the_optimizer_would_make_them() -> None:
     for stage, precision in STAGES:
         made, other = engine(stage, precision), engine(stage, precision, steps=0)
         load(both(other), gather(both(made)))
-        ours, theirs = (deepspeed_private.inner(one.optimizer).state for one in (other, made))
+        ours, theirs = (private.inner(one.optimizer).state for one in (other, made))
         for made_now, expected in zip(ours.values(), theirs.values(), strict=True):
             assert set(made_now) == set(expected)
             for name, tensor in expected.items():
@@ -248,7 +248,7 @@ def a_model_that_is_loaded_alone_is_what_the_next_step_begins_with() -> None:
             other = engine(stage, precision, steps=1)
             target = {"m": other} if len(state) == 1 else {"m": other.module, "o": other.optimizer}
             load(target, saved, only=("m/*",))
-            for group in deepspeed_private.flat_groups(other.optimizer):
+            for group in private.flat_groups(other.optimizer):
                 assert group.is_master == (precision == "bf16")
                 for member in group.members:
                     inside = slice(member.offset, member.offset + member.numel)
@@ -320,7 +320,7 @@ def weights_that_only_the_model_or_only_the_optimizer_was_given_are_refused() ->
             for parameter in made.module.parameters():
                 (parameter.ds_tensor if stage == 3 else parameter).add_(1)
         if stage == 3:
-            deepspeed_private.release(list(made.module.parameters()))
+            private.release(list(made.module.parameters()))
         refuses(both(made), "has other weights than the model")
         made.optimizer.refresh_fp32_params()
         gather(both(made))
@@ -424,8 +424,8 @@ def steps_that_are_plain_numbers_are_counted_as_torch_counts() -> None:
     }
     other = engine(2, optimizer=Counting, steps=0)
     load(both(other), plain)
-    assert [s["step"] for s in deepspeed_private.inner(other.optimizer).state.values()] == [1]
-    assert all(type(s["step"]) is int for s in deepspeed_private.inner(other.optimizer).state.values())
+    assert [s["step"] for s in private.inner(other.optimizer).state.values()] == [1]
+    assert all(type(s["step"]) is int for s in private.inner(other.optimizer).state.values())
     step(other)
 
 
@@ -558,8 +558,8 @@ def test_deepspeed(name: str) -> None:
 def test_without_deepspeed_nothing_is_one_of_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("deepspeed", "deepspeed.runtime.engine", "deepspeed.runtime.base_optimizer"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert not deepspeed_private.is_engine(models.Tiny())
-    assert not deepspeed_private.is_optimizer(torch.optim.SGD(models.Tiny().parameters()))
+    assert not private.is_engine(models.Tiny())
+    assert not private.is_optimizer(torch.optim.SGD(models.Tiny().parameters()))
     assert world_of_one().only_here((0,)) == (0,)
 
 

@@ -16,7 +16,7 @@ import reknit
 from reknit.errors import FormatError
 from tests import ranks
 from tests.deepspeed import folders
-from tests.interop.damage import FLIPPED, KINDS, damages, wrong_in_silence
+from tests.integrations.formats.damage import FLIPPED, KINDS, damages, wrong_in_silence
 from tests.optional import needs
 from tests.running.examples import is_night
 

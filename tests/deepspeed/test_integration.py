@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import MismatchError, StateError, UsageError
-from reknit.frameworks.deepspeed import deepspeed_private
 from reknit.integrations import deepspeed as integration
+from reknit.integrations.deepspeed import private
 from reknit.runs import load_step
 from tests import ranks
 from tests.deepspeed import engines
@@ -35,7 +35,7 @@ CLIENT = {"epoch": 3, "nested": {"best": [0.5, 0.25]}, "noise": torch.arange(5.0
 
 
 def counters(engine: Any) -> dict[str, Any]:
-    return deepspeed_private.progress(engine)["counters"]
+    return private.progress(engine)["counters"]
 
 
 def go_on(root: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_one_call_restores_all_or_a_part_of_an_engine_bit_for_bit(tmp_path: Path
 def test_only_checkpoints_of_deepspeed_stop_a_script_that_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
+    monkeypatch.setattr(private, "is_engine", lambda _: True)
     (tmp_path / "base").mkdir()
     torch.save({"weight": torch.zeros(2)}, tmp_path / "base/model.pt")
     torch.save({"ids": torch.zeros(2)}, tmp_path / "dataset.pt")
@@ -215,7 +215,7 @@ def test_what_reknit_does_not_do_for_a_script_is_refused(monkeypatch: pytest.Mon
         integration.take_over(torch.nn.Linear(2, 2))
     with pytest.raises(UsageError, match="is not a DeepSpeed engine"):
         integration.save(torch.nn.Linear(2, 2), "nowhere")
-    monkeypatch.setattr(deepspeed_private, "is_engine", lambda _: True)
+    monkeypatch.setattr(private, "is_engine", lambda _: True)
     with pytest.raises(UsageError, match="model"):
         integration.load(None, "nowhere", items={"model": 1})
     engine = SimpleNamespace(global_steps=1)
@@ -248,7 +248,7 @@ def test_a_dynamic_loss_scaler_goes_on_where_it_was() -> None:
     for _ in range(3):
         at_work.update_scale(False)
     other = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler()), **dict.fromkeys(numbers, 0))
-    deepspeed_private.set_progress(other, deepspeed_private.progress(one))
+    private.set_progress(other, private.progress(one))
     assert vars(other.optimizer.loss_scaler) == vars(one.optimizer.loss_scaler)
     assert vars(one.optimizer.loss_scaler) != vars(scaler())
     assert other.skipped_steps == 5

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.frameworks.deepspeed import deepspeed_private
+from reknit.integrations.deepspeed import private
 from tests import ranks
 from tests.deepspeed import engines
 from tests.optional import needs
@@ -60,10 +60,10 @@ def lacking(root: str) -> list[str]:
     for stage in (1, 2, 3):
         engine = _engine(stage, 0.1)
         _train(engine)
-        before = [group.flat.detach().clone() for group in deepspeed_private.flat_groups(engine.optimizer)]
+        before = [group.flat.detach().clone() for group in private.flat_groups(engine.optimizer)]
         report = reknit.load(f"{root}/lacking", {"m": engine}, strict=False)
         assert report.missing == ("m/weight",)
-        for group, old in zip(deepspeed_private.flat_groups(engine.optimizer), before, strict=True):
+        for group, old in zip(private.flat_groups(engine.optimizer), before, strict=True):
             assert not torch.equal(old, old.bfloat16().float())
             for member in group.members:
                 here = slice(member.offset, member.offset + member.numel)
@@ -97,7 +97,7 @@ def resume(root: str) -> list[str]:
         for name, expected in plain.state_dict().items():
             if not torch.equal(engines.whole(dict(engine.module.named_parameters())[name]), expected):
                 wrong.append(f"{stage} {name}")
-        for group in deepspeed_private.flat_groups(engine.optimizer):
+        for group in private.flat_groups(engine.optimizer):
             wrong += [f"{stage}"] if not torch.equal(group.flat.to(group.live.dtype), group.live) else []
     return wrong
 

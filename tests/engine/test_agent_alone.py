@@ -15,16 +15,16 @@ import pytest
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine.background import agent_messages as say
+from reknit.engine.background import link as agent_link
+from reknit.engine.background import messages as say
 from reknit.engine.background.agent_save import AgentSave
-from reknit.engine.background.trainer import agent_link
-from reknit.engine.memory.arena import Arena
-from reknit.engine.round_messages import RankClaims
+from reknit.engine.memory.workers import Arena
+from reknit.engine.messages import RankClaims
 from reknit.engine.saving.reuse import Committed
-from reknit.engine.saving.save_job import SaveJob
-from reknit.engine.stored.running_agents import at_work
+from reknit.engine.saving.task import SaveJob
+from reknit.engine.stored.agents import at_work
 from reknit.errors import AgentError, ShortageError
-from reknit.monitor.phase import Recorder
+from reknit.events.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.processes.channel import Channel
 from reknit.processes.shared_memory import SharedMemory

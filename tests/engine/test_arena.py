@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.memory.arena import PAGE_NBYTES, SPAN_NBYTES, Span, borrowed, image_nbytes, lay_out
+from reknit.engine.memory.workers import PAGE_NBYTES, SPAN_NBYTES, Span, borrowed, image_nbytes, lay_out
 from reknit.errors import UsageError
 from reknit.format.checksum import BLOCK_NBYTES
 

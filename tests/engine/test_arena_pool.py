@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from reknit.engine.memory import arena_pool as arenas_module
-from reknit.engine.memory.arena import SPAN_NBYTES
 from reknit.engine.memory.arena_pool import Arenas, Lease
+from reknit.engine.memory.workers import SPAN_NBYTES
 from reknit.environment import local_ranks
 from reknit.errors import UsageError
 from reknit.processes.shared_memory import SharedMemory

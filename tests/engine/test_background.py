@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import reknit
-from reknit import calls, ranks
+from reknit.api import checks, ranks
+from reknit.engine.background import link as agent_link
 from reknit.engine.background.agent import Agent
 from reknit.engine.background.background import Background
-from reknit.engine.background.trainer import agent_link
-from reknit.engine.background.trainer.agent_session import AgentSession
-from reknit.engine.background.trainer.snapshot import Snapshot
+from reknit.engine.background.session import AgentSession
+from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.saving.save_coordinator import Coordinator
+from reknit.engine.saving.coordinator import Coordinator
 from reknit.storage.registry import recipe, register
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
@@ -217,7 +217,7 @@ def test_after_the_first_plan_nothing_of_planning_agreement_and_commit_is_on_the
             rounds.setdefault(group.rank, []).append(counted.rounds)
             if step == 0:
                 assert assigned
-                assert "reknit.engine.background.trainer.trainer_save.owners" in seen.agreed
+                assert "reknit.engine.background.trainer_save.owners" in seen.agreed
                 assert "reknit.planner.save.plan_save" in seen.planned
             else:
                 assert assigned == []
@@ -452,7 +452,7 @@ def test_a_close_while_lost_agents_are_replaced_leaves_none_behind(tmp_path: Pat
         if group.rank == 1:
             kill_own_agent(group)
         wait_until(lambda: set(agents_of(os.getpid())) - before, LIMIT_S)  # a new one starts
-        calls.backgrounds[group][True].close(LIMIT_S)
+        checks.backgrounds[group][True].close(LIMIT_S)
 
     formed = threading.Barrier(2)
     run_ranks(2, rank)
@@ -515,7 +515,7 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         def state_dict(self) -> dict[str, Any]:
             # A process that has just been started does not have a command line for an instant.
             wait_until(lambda: len(set(agents_of(os.getpid())) - before) == 1, LIMIT_S)
-            seen.append(calls.backgrounds[ranks.alone()][True].supervisor.session)
+            seen.append(checks.backgrounds[ranks.alone()][True].supervisor.session)
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:

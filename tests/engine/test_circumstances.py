@@ -15,12 +15,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import reknit
-from reknit import calls, ranks
-from reknit.engine.background.agent_state import Adapting
-from reknit.engine.background.trainer import agent_link
+from reknit.api import checks, ranks
+from reknit.engine.background import link, messages
+from reknit.engine.background.agent_save import ContextSwitch
+from reknit.engine.background.messages import Circumstances, here
 from reknit.errors import AgentError, DeadlineError
-from reknit.processes import circumstances
-from reknit.processes.circumstances import Circumstances, here
 from reknit.storage.registry import recipe, register
 from reknit.system import identity, umask
 from reknit.testing.world import run_ranks
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Group
     from reknit.engine.background.agent_save import AgentSave
-    from reknit.engine.background.trainer.agent_session import AgentSession
+    from reknit.engine.background.session import AgentSession
 
 LIMIT_S = 60.0
 STATE = {"model": {"weight": np.arange(1000.0)}}
@@ -79,7 +78,7 @@ def background(path: object, **more: Any) -> reknit.PendingSave:
 
 
 def crew() -> AgentSession:
-    agents = calls.backgrounds[ranks.alone()][True].supervisor.session
+    agents = checks.backgrounds[ranks.alone()][True].supervisor.session
     assert agents is not None
     return agents
 
@@ -166,7 +165,7 @@ def test_what_is_prepared_is_where_promotions_are_made() -> None:
     assert reknit.close(LIMIT_S)
     options = reknit.SaveOptions(promote_to="memory://runs/promoted")
     reknit.prepare("mem://circumstances", options=options)
-    assert list(calls.backgrounds[ranks.alone()]) == [False]
+    assert list(checks.backgrounds[ranks.alone()]) == [False]
 
 
 def test_a_class_that_was_registered_with_fsspec_is_registered_by_the_agent(tmp_path: Path) -> None:
@@ -209,7 +208,7 @@ def test_a_save_is_refused_when_its_agent_is_another_user(
 ) -> None:
     background(tmp_path / "1").result(LIMIT_S)
     with monkeypatch.context() as changed:
-        changed.setattr(agent_link, "identity", lambda: identity()._replace(user=4711))
+        changed.setattr(link, "identity", lambda: identity()._replace(user=4711))
         with pytest.raises(AgentError, match=r"effective user of this process changed .* to 4711") as caught:
             background(tmp_path / "2").result(LIMIT_S)
         assert "reknit.close()" in (caught.value.remedy or "")
@@ -224,7 +223,7 @@ def test_a_save_that_one_rank_refuses_is_refused_on_all(
 ) -> None:
     def rank(group: Group) -> str:
         background(tmp_path / "1", group=group).result(LIMIT_S)
-        agents = calls.backgrounds[group][True].supervisor.session
+        agents = checks.backgrounds[group][True].supervisor.session
         assert agents is not None
         if group.rank == 1:
             monkeypatch.setattr(agents.link, "_identity", identity()._replace(root=(0, 0)))
@@ -277,7 +276,7 @@ def test_circumstances_that_could_not_be_set_in_time_are_set_for_the_next_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     were_set: list[Circumstances] = []
-    monkeypatch.setattr(circumstances, "take", lambda new, old: were_set.append(new))
+    monkeypatch.setattr(messages, "take", lambda new, old: were_set.append(new))
     asked: list[bool] = []
 
     def wait(timeout_s: float, *, promoted: bool) -> bool:
@@ -285,7 +284,7 @@ def test_circumstances_that_could_not_be_set_in_time_are_set_for_the_next_save(
         return over
 
     save = cast("AgentSave", SimpleNamespace(number=1, url="here", wait=wait, promotes=False))
-    over, adapting, first, second = True, Adapting(), here(), here()
+    over, adapting, first, second = True, ContextSwitch(), here(), here()
     second.umask ^= 0o7
     adapting.adapt(first, [], 1.0)
     adapting.adapt(None, [save], 1.0)

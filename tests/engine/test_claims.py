@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.packed_columns import packed
-from reknit.engine.saving.claims import EncodedFile, blob_files, encode_holdings
-from reknit.engine.saving.receipt import write_blobs
-from reknit.engine.saving.save_job import SaveJob
-from reknit.engine.small_files import Written
+from reknit.engine.memory.write import Written
+from reknit.engine.saving.coordinator import write_blobs
+from reknit.engine.saving.part import EncodedFile, blob_files, encode_holdings
+from reknit.engine.saving.task import SaveJob
 from reknit.errors import StorageError
+from reknit.events.phase import Recorder
 from reknit.format import paths
-from reknit.format.values.blob_codec import decode_blobs, encode_value
-from reknit.monitor.phase import Recorder
+from reknit.format.blob_codec import decode_blobs, encode_value
 from reknit.options import SaveOptions
-from reknit.planner.resolve import OWN
+from reknit.planner.columns import packed
+from reknit.planner.save import OWN
 from reknit.types.shard import Blob, Encoded, Holdings
 from tests.engine.runs import nothing_held
 from tests.running.cases import one_by_one

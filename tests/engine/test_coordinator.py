@@ -8,26 +8,24 @@ import pytest
 
 import reknit
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine import round_messages
-from reknit.engine.packed_columns import packed, unpacked
-from reknit.engine.saving import save_coordinator as module
-from reknit.engine.saving.claims import claims, encode_holdings
-from reknit.engine.saving.compared_copies import EQUAL, CopySplit
-from reknit.engine.saving.file_layout import FileCut, layout_digest, outline
-from reknit.engine.saving.manifest_content import receipts_to_manifest
+from reknit.engine import messages
+from reknit.engine.memory.write import Written, write_bytes
+from reknit.engine.saving import coordinator as module
+from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator, receipt
+from reknit.engine.saving.layout import FileCut, layout_digest, outline
 from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
-from reknit.engine.saving.receipt import receipt
-from reknit.engine.saving.save_coordinator import PLANS_KEPT, Coordinator
-from reknit.engine.saving.save_job import SaveJob
-from reknit.engine.small_files import Written, write_bytes
+from reknit.engine.saving.part import EQUAL, CopySplit, claims, encode_holdings
+from reknit.engine.saving.task import SaveJob
+from reknit.engine.stored.manifest_content import receipts_to_manifest
 from reknit.errors import CommitError, CorruptError, ProtocolError
+from reknit.events.phase import Recorder
 from reknit.format import file_table, paths
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.format.index.file import decode_index
+from reknit.format.index import decode_index
 from reknit.format.manifest_file import decode_manifest
-from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.planner.assemble import assemble
+from reknit.planner.columns import packed, unpacked
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
 from tests.engine.runs import nothing_held
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from reknit.engine.saving.file_layout import Outline
+    from reknit.engine.saving.layout import Outline
     from reknit.planner.columns import RankColumns
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Index, Manifest
@@ -82,9 +80,9 @@ class Rank:
         self.plan = layout_digest(self.encoded.holdings, CUT)
         self.known = self.silent and self.plan in self.plans
         reported = None if self.known else self.encoded.shard_claims()
-        return claims(self.rank, round_messages.RankClaims(write_id, step, self.plan, reported, []))
+        return claims(self.rank, messages.RankClaims(write_id, step, self.plan, reported, []))
 
-    def receipt(self, write_id: str, answer: round_messages.Assignment) -> Sections:
+    def receipt(self, write_id: str, answer: messages.Assignment) -> Sections:
         owners = unpacked(answer.shard_owners, "i8")
         if not self.known:
             self.plans[self.plan] = outline(self.encoded.resolved(owners), self.rank, CUT)
@@ -223,9 +221,9 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
     reported = []
     for rank in range(SIZE):
         digests = packed([7, rank == 3], "u8")
-        copies = round_messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
+        copies = messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
         none = encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims()
-        reported.append(claims(rank, round_messages.RankClaims(write_id, 1, b"", none, [], copies)))
+        reported.append(claims(rank, messages.RankClaims(write_id, 1, b"", none, [], copies)))
     answers = world.coordinator.assign(world.job, world.up(reported, merge_claims))
     for answer in answers:
         assert answer.differing == [(-1 << 63, [0, 1, 2, 3, 4])]
@@ -289,7 +287,7 @@ def test_a_file_that_has_another_size_by_the_commit_is_named_with_who_wrote_it(
     world = World("cut")
     storage, receipt = world.job.storage, world.ranks[2].receipt
 
-    def cut_short(write_id: str, answer: round_messages.Assignment) -> Sections:
+    def cut_short(write_id: str, answer: messages.Assignment) -> Sections:
         reported = receipt(write_id, answer)
         storage.put(paths.data_path("m", 2, write_id), b"x", if_absent=False)
         return reported

@@ -10,23 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+from reknit.engine.memory.devices import gathered
 from reknit.engine.memory.elements import bits
-from reknit.engine.memory.sources import Sources
-from reknit.engine.memory.staging import gathered
-from reknit.engine.packed_columns import unpacked
-from reknit.engine.saving import compared_copies as module
-from reknit.engine.saving.claims import encode_holdings
-from reknit.engine.saving.compared_copies import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, split
+from reknit.engine.memory.images import Sources
+from reknit.engine.saving import part as module
+from reknit.engine.saving.part import EQUAL, KEPT_NBYTES, SAMPLE_NBYTES, choose, encode_holdings, split
 from reknit.errors import ReknitError, ShortageError, StateError
-from reknit.format.values.blob_codec import decode_blobs
+from reknit.format.blob_codec import decode_blobs
 from reknit.options import SaveOptions
+from reknit.planner.columns import unpacked
 from reknit.types.box import Box
 from reknit.types.shard import Alias, Holdings, Shard, TensorSpec
 from tests.devices import every_simulated_device
 from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
-    from reknit.engine.round_messages import Copies
+    from reknit.engine.messages import Copies
     from tests.accelerator import Accelerator
 
 

@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
-from reknit.engine.background.trainer import stage_for_agent
-from reknit.engine.background.trainer.deferred import Deferred
-from reknit.engine.background.trainer.snapshot import Snapshot
-from reknit.engine.memory import file_image
+from reknit.engine.background import at_agent
+from reknit.engine.background.snapshot import Deferred, Snapshot
+from reknit.engine.memory import images as file_image
 from reknit.errors import DeadlineError, StateError
 from reknit.storage.registry import register
 from tests.forks import fork
@@ -247,7 +246,7 @@ def test_small_and_scattered_tensors_of_an_optimizer_are_copied_before_save_retu
             later = [row.shard for image in self.later for row in image.entries.rows()]
             deferred.extend(holdings.shards[number].item for number in later)
 
-    monkeypatch.setattr(stage_for_agent, "Deferred", Noted)
+    monkeypatch.setattr(at_agent, "Deferred", Noted)
     for number in range(2):
         save(f"lazy://run/{number}", state).result(LIMIT_S)
         for p in parameters.values():

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record import checkpoint_notes
-from reknit.engine.record.at_path import committed
-from reknit.engine.saving import manifest_content
+from reknit.engine.stored import manifest_content, notes
+from reknit.engine.stored.at_path import committed
 from reknit.engine.stored.delete import drop
 from reknit.errors import DroppedError, MismatchError, ReknitError, UsageError
 from reknit.policies import latest, without
@@ -191,7 +190,7 @@ def test_whatever_begins_meanwhile_at_any_moment(tmp_path: Path, other: str) -> 
             if other == "save":
                 reknit.save(path, state(7.0), overwrite=True)
             elif other == "hold":
-                checkpoint_notes.Hold(place, saved, 60.0)
+                notes.Hold(place, saved, 60.0)
             elif other == "drop":
                 drop(place, ["optimizer"])
             else:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reknit
-from reknit.engine.saving import file_layout, save_coordinator
+from reknit.engine.saving import coordinator, layout
 from reknit.errors import ReknitError
 from reknit.planner.assemble import assemble
 from reknit.planner.save import plan_save
@@ -74,8 +74,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append("index")
         return assemble(*args)
 
-    monkeypatch.setattr(file_layout, "plan_save", plan)
-    monkeypatch.setattr(save_coordinator, "assemble", index)
+    monkeypatch.setattr(layout, "plan_save", plan)
+    monkeypatch.setattr(coordinator, "assemble", index)
     return made
 
 

@@ -11,11 +11,10 @@ import pytest
 
 from reknit.comm import group as comm
 from reknit.engine.sharing import exchange as exchange_module
-from reknit.engine.sharing import fetch_tracker
+from reknit.engine.sharing import tracker
 from reknit.engine.sharing.exchange import Exchange, Sharing
-from reknit.engine.sharing.fetch_tracker import StoppedError
 from reknit.engine.sharing.host_exchange import largest
-from reknit.engine.sharing.host_link import HostLink
+from reknit.engine.sharing.tracker import HostLink, StoppedError
 from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
 from reknit.planner.sharing import Reads, divide
 from reknit.processes.shared_memory import SharedMemory
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.comm.group import Group
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.workers import Arena
 
     Bytes = NDArray[np.uint8]
 
@@ -230,7 +229,7 @@ class Deaf(ThreadCarrier):
 def test_a_call_between_hosts_that_hangs_ends_with_the_deadline_of_the_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetch_tracker, "_GRACE_S", 0.2)
+    monkeypatch.setattr(tracker, "_GRACE_S", 0.2)
     works = [Work(8 * CELL) for _ in range(2)]
     try:
         outcomes = run_ranks(

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from reknit.engine.record.file_checks import read_blocks, read_checked
+from reknit.engine.stored.file_checks import read_blocks, read_checked
 from reknit.errors import CorruptError, ReknitError, StorageError
 from reknit.format.checksum import block_digests
 from reknit.testing.faulty_storage import Fault, FaultyStorage

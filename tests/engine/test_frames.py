@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import reknit
-from reknit.engine.background.trainer.snapshot import Snapshot
+from reknit.engine.background.snapshot import Snapshot
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:

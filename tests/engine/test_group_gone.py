@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit import calls
+from reknit.api import checks
 from reknit.comm.group import SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.background.trainer.agent_session import AgentSession
+from reknit.engine.background.session import AgentSession
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import agent_of, agents_of, stopped, wait_until
 
@@ -76,7 +76,7 @@ def test_close_waits_for_its_saves_and_its_agent(tmp_path: Path) -> None:
         del group
         gc.collect()
         closed.start()
-        wait_until(lambda: not calls.all_backgrounds(), LIMIT_S)
+        wait_until(lambda: not checks.all_backgrounds(), LIMIT_S)
     assert save.done()
     assert agent not in agents_of(os.getpid())
 

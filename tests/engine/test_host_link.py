@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.engine.sharing.host_link import HostLink
+from reknit.engine.sharing.tracker import HostLink
 from reknit.errors import CommError
 from reknit.processes.shared_memory import SharedMemory
 from tests.as_nobody import as_nobody, needs_another_user

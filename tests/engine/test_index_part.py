@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.loading import index_part
-from reknit.engine.loading.index_part import Reach, blocks_for, kept, rows_of, with_rows
-from reknit.engine.loading.metadata import names_only
+from reknit.engine.loading import contents
+from reknit.engine.loading.contents import Reach, blocks_for, kept, names_only, rows_of, with_rows
 from reknit.types.box import Box
 from reknit.types.shard import TensorSpec
 from reknit.types.wanted import Wanted
@@ -132,7 +131,7 @@ def test_a_rank_that_knows_fewer_items_finds_its_tensors() -> None:
 def test_many_different_requests_make_no_more_blocks_than_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(index_part, "MAX_KINDS", 5)
+    monkeypatch.setattr(contents, "MAX_KINDS", 5)
     index = spread(40, 3)
     requests = [np.array([number]) for number in range(80)]
     parts = blocks_for(index, numbers_of_files(index), requests)

@@ -19,8 +19,8 @@ from reknit.errors import StorageNotFoundError
 from reknit.format import paths
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.storage.base import Dated
+from reknit.storage.local.memory import SweptFolder
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.local.sweep import SweptFolder
 from reknit.storage.registry import open_storage
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 from tests.running.cases import one_by_one, one_by_one_in

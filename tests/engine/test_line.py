@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.record.line import Branch, Line
+from reknit.engine.stored.run_record import Branch, Line
 
 ACTS = st.lists(
     st.tuples(st.sampled_from(["save", "save", "restart", "load"]), st.integers(0, 30)), max_size=40

@@ -10,14 +10,14 @@ import pytest
 
 import reknit
 from reknit.cli.main import main
-from reknit.engine.saving import manifest_content
+from reknit.engine.stored import manifest_content
 from reknit.engine.stored.delete import delete
 from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.errors import CheckpointNotFoundError, CorruptError, StorageError
 from reknit.format import paths
 from reknit.format.manifest_file import decode_record
+from reknit.storage.local.memory import SweptFolder
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.local.sweep import SweptFolder
 from reknit.storage.registry import open_storage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.world import run_ranks

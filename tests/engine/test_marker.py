@@ -11,11 +11,10 @@ import pytest
 
 import reknit
 from reknit.comm import group as comm
-from reknit.engine.record import marker
-from reknit.engine.record.commit import put_manifest
-from reknit.engine.record.marker import Marker, begun_in, fenced_off, is_last, put_marker, take_marker
-from reknit.engine.stored import pending
-from reknit.engine.stored.pending import fence_off
+from reknit.engine.stored import leftovers, marker
+from reknit.engine.stored.commit import put_manifest
+from reknit.engine.stored.leftovers import fence_off
+from reknit.engine.stored.marker import Marker, begun_in, fenced_off, is_last, put_marker, take_marker
 from reknit.errors import CheckpointExistsError, CommitError, FencedError, StorageError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
@@ -130,7 +129,7 @@ def test_a_marker_that_a_beginning_save_puts_again_is_fenced_again(monkeypatch: 
             folder.put(each.path, b"", if_absent=True)
         later.clear()
 
-    monkeypatch.setattr(pending, "time", SimpleNamespace(sleep=put_again))
+    monkeypatch.setattr(leftovers, "time", SimpleNamespace(sleep=put_again))
     fence_off(root)
     assert [each.path for each in begun_in(folder)] == [Marker(4, "1" * 32).path], "it has begun since"
 

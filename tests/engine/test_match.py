@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.engine.loading.match import Fill, match, require_fit, uncovered
-from reknit.engine.round_messages import LoadRequest
+from reknit.engine.messages import LoadRequest
 from reknit.errors import CorruptError, MismatchError
 from reknit.options import LoadOptions
 from reknit.types.box import Box

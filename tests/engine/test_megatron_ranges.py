@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.foreign.megatron_folder import regridded
 from reknit.errors import CorruptError
+from reknit.integrations.megatron.folder import regridded
 from reknit.types.box import Box
 from reknit.types.manifest import Extent
 from reknit.types.shard import TensorSpec
 from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
-    from reknit.engine.foreign.entries import Chunks
+    from reknit.integrations.formats.entries import Chunks
 
 
 def test_ranges_that_begin_anywhere_in_a_part_lie_at_their_elements() -> None:

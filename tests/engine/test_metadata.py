@@ -9,16 +9,16 @@ import pytest
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine import round_messages
+from reknit.engine import messages
+from reknit.engine.loading.contents import ReceivedMetadata, RootMetadata, hand_out, read_for_all
 from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
-from reknit.engine.loading.metadata import ReceivedMetadata, RootMetadata, hand_out, read_for_all
-from reknit.engine.packed_columns import bitmaps
+from reknit.engine.loading.task import LoadJob
 from reknit.errors import MismatchError
+from reknit.events.phase import Recorder
 from reknit.format.manifest_file import decode_manifest
 from reknit.frameworks import registry
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
+from reknit.planner.columns import bitmaps
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.world import run_ranks
 from reknit.transforms import names
@@ -135,8 +135,8 @@ def test_a_rank_is_offered_nothing_of_an_item_that_it_does_not_load() -> None:
     assert targets[1]["optimizer"]["lr"] == targets[2]["extra"]["epoch"] == 3
 
 
-def asking(*items: str) -> round_messages.Items:
-    return round_messages.Items(list(items), [])
+def asking(*items: str) -> messages.Items:
+    return messages.Items(list(items), [])
 
 
 def job_of(stored: ProcessMemory, items: Sequence[str] = (), **options: Any) -> LoadJob:
@@ -151,13 +151,11 @@ def job_of(stored: ProcessMemory, items: Sequence[str] = (), **options: Any) -> 
     )
 
 
-def received(
-    stored: ProcessMemory, answer: round_messages.ItemContents, items: list[str]
-) -> ReceivedMetadata:
+def received(stored: ProcessMemory, answer: messages.ItemContents, items: list[str]) -> ReceivedMetadata:
     return ReceivedMetadata.of(answer, job_of(stored, items))
 
 
-def read_all(stored: ProcessMemory, wanted: Sequence[round_messages.Items], **options: Any) -> RootMetadata:
+def read_all(stored: ProcessMemory, wanted: Sequence[messages.Items], **options: Any) -> RootMetadata:
     return read_for_all(job_of(stored, **options), wanted)
 
 
@@ -165,16 +163,16 @@ def test_an_item_that_is_not_there_is_refused_unless_every_rank_that_wants_it_ca
     stored = save_on_ranks("absent")
     with pytest.raises(MismatchError, match="has no item 'ema'"):
         read_all(stored, [asking("model"), asking("ema")])
-    lenient = round_messages.Items(["model", "ema"], ["ema"])
+    lenient = messages.Items(["model", "ema"], ["ema"])
     (_, answer) = read_all(stored, [lenient, lenient]).answers
     part = received(stored, answer, lenient.names)
     assert part.checkpoint.catalog().tensors["ema"] == {}
 
 
-def taking(checkpoint: OpenCheckpoint, names: set[str], boxes: int = 0) -> round_messages.Asked:
+def taking(checkpoint: OpenCheckpoint, names: set[str], boxes: int = 0) -> messages.Asked:
     """Return the request of a rank that takes tensors with these FQNs, and no values."""
     taken = {key for key in checkpoint.index.ids if key[1] in names}
-    return round_messages.Asked(
+    return messages.Asked(
         bitmaps(checkpoint.index.ids, taken),
         bitmaps(checkpoint.blob_names(), ()),
         [],

@@ -13,9 +13,9 @@ import pytest
 
 import reknit
 from reknit.cli.main import main
-from reknit.engine.saving import manifest_content
-from reknit.engine.stored.copy_files import Promotion
+from reknit.engine.stored import manifest_content
 from reknit.engine.stored.moving import delete_moved, move
+from reknit.engine.stored.promote import Promotion
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -24,9 +24,9 @@ from reknit.errors import (
     UsageError,
     VersionError,
 )
-from reknit.format import versions
-from reknit.interop.safetensors_export import export_hf
-from reknit.monitor.phase import Recorder
+from reknit.events.phase import Recorder
+from reknit.format import checksum
+from reknit.integrations.hugging_face.export import export_hf
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.registry import open_storage, register
 from reknit.testing.world import run_ranks
@@ -230,7 +230,7 @@ def test_who_does_not_know_of_moves_is_told_so(
 ) -> None:
     reknit.cool(hot, cold)
     assert "moved" in json.loads((hot / "manifest.json").read_text())["requires"]
-    monkeypatch.setattr(versions, "FEATURES", versions.FEATURES - {"moved"})
+    monkeypatch.setattr(checksum, "FEATURES", checksum.FEATURES - {"moved"})
     with pytest.raises(VersionError, match="does not support: moved"):
         reknit.load(hot, state())
 
@@ -366,7 +366,7 @@ def test_a_call_during_which_a_checkpoint_moves_at_any_moment_ends_well(
         number += 1
         at = AtOperation(open_storage(hot), number, move)
         with monkeypatch.context() as patched:
-            patched.setattr("reknit.arguments.open_storage", lambda _, at=at: at)
+            patched.setattr("reknit.api.checks.open_storage", lambda _, at=at: at)
             assert door(hot) == 3.0
         happened = at.happened
         if reknit.steps(hot.parent)[0].moved_to is not None:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record import checkpoint_notes, removals
-from reknit.engine.record.at_path import committed
-from reknit.engine.record.recognising import manifest_exists
+from reknit.engine.stored import notes, removals
+from reknit.engine.stored.at_path import committed
 from reknit.engine.stored.delete import delete
+from reknit.engine.stored.recognising import manifest_exists
 from reknit.errors import CheckpointNotFoundError, StoragePermissionError, UsageError
-from reknit.monitor.phase import CLOCK
+from reknit.events.phase import CLOCK
 from reknit.policies import latest
 from reknit.runs.retention import Retention
 from reknit.storage.local.store import LocalStorage
@@ -73,8 +73,8 @@ def write_id(path: Path | str) -> str:
     return committed(open_storage(path)).write_id
 
 
-def hold(path: Path | str, lease_s: float = 60.0) -> checkpoint_notes.Hold:
-    return checkpoint_notes.Hold(open_storage(path), write_id(path), lease_s)
+def hold(path: Path | str, lease_s: float = 60.0) -> notes.Hold:
+    return notes.Hold(open_storage(path), write_id(path), lease_s)
 
 
 def pruned(root: Path, keep: Any) -> list[int | None]:
@@ -130,8 +130,8 @@ def test_nobody_removes_what_another_begins_to_hold_at_any_moment(
 
         def keep(storage: Storage, written: str = written) -> None:
             how = {
-                "lease": lambda: checkpoint_notes.Hold(storage, written, 60.0),
-                "pin": lambda: checkpoint_notes.pin(storage, ""),
+                "lease": lambda: notes.Hold(storage, written, 60.0),
+                "pin": lambda: notes.pin(storage, ""),
             }
             done["held"] = kept(how[kind])
 
@@ -220,7 +220,7 @@ def test_nobody_removes_a_checkpoint_while_the_lease_on_it_is_replaced(root: Pat
                 reknit.delete(path)
 
     store.between = look
-    held = checkpoint_notes.Hold(store, write_id(path), 100.0)
+    held = notes.Hold(store, write_id(path), 100.0)
     for _ in range(renewals):
         held.renew()
     assert looks == renewals + 1
@@ -265,7 +265,7 @@ def test_nobody_holds_what_is_gone_or_was_replaced(root: Path) -> None:
     before = write_id(root / "step_1")
     reknit.save(root / "step_1", STATE, step=1, overwrite=True)
     with pytest.raises(CheckpointNotFoundError, match="was removed or replaced"):
-        checkpoint_notes.Hold(open_storage(root / "step_1"), before, 60.0)
+        notes.Hold(open_storage(root / "step_1"), before, 60.0)
     reknit.delete(root / "step_1")
     assert not (root / "step_1").exists()  # the lease was taken back
 
@@ -351,6 +351,6 @@ def test_what_is_no_checkpoint_is_not_pinned(tmp_path: Path) -> None:
 
 def test_a_lease_says_how_long_it_lasts(root: Path) -> None:
     hold(root / "step_1", 1000.0)
-    said = checkpoint_notes.held_by(open_storage(root / "step_1"), write_id(root / "step_1"))
+    said = notes.held_by(open_storage(root / "step_1"), write_id(root / "step_1"))
     assert said is not None
     assert 1000 < float(said.split(" for ")[1].split(" s")[0]) < 1100

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 import reknit
 from reknit.format.checksum import block_digests
-from reknit.format.index.file import decode_index, encode_index
+from reknit.format.index import decode_index, encode_index
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.types.manifest import FileEntry
 

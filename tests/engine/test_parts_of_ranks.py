@@ -17,7 +17,7 @@ import torch
 
 import reknit
 from reknit.cli.main import main
-from reknit.engine.record.foreign_files import HEAD_NBYTES, kind_of
+from reknit.integrations.formats.recognise import HEAD_NBYTES, kind_of
 from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reknit
-from reknit.engine.loading.prefixes import prefix_hint
+from reknit.engine.loading.root import prefix_hint
 from tests.running.cases import one_by_one_in
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit import calls, ranks
+from reknit.api import checks, ranks
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.processes.shared_memory import SharedMemory
 from reknit.storage.registry import register
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Group
     from reknit.engine.background.background import Background
-    from reknit.engine.background.trainer.agent_session import AgentSession
+    from reknit.engine.background.session import AgentSession
 
 LIMIT_S = 60.0
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def state_of(rank: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Background:
-    return calls.backgrounds[group or ranks.alone()][elsewhere]
+    return checks.backgrounds[group or ranks.alone()][elsewhere]
 
 
 def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> AgentSession:

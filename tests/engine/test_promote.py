@@ -11,11 +11,10 @@ from msgspec import structs
 
 import reknit
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.call_reports import PromotionReport
+from reknit.engine.reports import PromotionReport
 from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
-from reknit.engine.stored.copy_files import Promotion
-from reknit.engine.stored.promote import promote, promote_alone
+from reknit.engine.saving.task import SaveJob
+from reknit.engine.stored.promote import Promotion, promote, promote_alone
 from reknit.engine.stored.verify import verify
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -28,9 +27,9 @@ from reknit.errors import (
     StorageFullError,
     UsageError,
 )
+from reknit.events.phase import Recorder
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.format.paths import MANIFEST_PATH
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reknit.comm.group import Group
-    from reknit.engine.small_files import Written
+    from reknit.engine.memory.write import Written
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from reknit.engine.loading import deliver
 from reknit.engine.loading.read import RangeReader, granularity
-from reknit.engine.memory.arena import Arena
+from reknit.engine.memory.workers import Arena
 from reknit.errors import CorruptError, UsageError
-from reknit.monitor.phase import Recorder
+from reknit.events.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.planner.load import Granularity
 from reknit.storage.base import Reading
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.stored.opening import OpenCheckpoint
-    from reknit.types.plan import LoadPlan
+    from reknit.types.shard import LoadPlan
 
 DTYPES = ("uint8", "int16", "float32", "float64", "complex128", "bool", "bfloat16")
 BLOCK = 16

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.engine.loading import deliver, read
-from reknit.engine.memory.arena import Arena
+from reknit.engine.memory.workers import Arena
 from reknit.errors import DeadlineError, StorageError, UsageError
+from reknit.events.phase import Recorder
 from reknit.format.checksum import digest
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions
 from reknit.planner.load import Granularity
 from reknit.testing.faulty_storage import Fault, FaultyStorage

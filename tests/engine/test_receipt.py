@@ -9,15 +9,15 @@ import pytest
 
 from reknit.comm.group import Group, SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.round_messages import Assignment, RankClaims
-from reknit.engine.saving.save_coordinator import Coordinator
-from reknit.engine.saving.save_job import SaveJob
-from reknit.engine.saving.save_rounds import CommitTurn, commit_turn
-from reknit.engine.small_files import Written, write_bytes
+from reknit.engine.memory.write import Written, write_bytes
+from reknit.engine.messages import Assignment, RankClaims
+from reknit.engine.saving.coordinator import Coordinator
+from reknit.engine.saving.here import CommitTurn, commit_turn
+from reknit.engine.saving.task import SaveJob
 from reknit.errors import CommError, CommitError, DeadlineError, StorageError
+from reknit.events.phase import Recorder
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
-from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from tests.engine.runs import Annals, nothing_held, save_as
 from tests.running.cases import one_by_one

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record import recognising
-from reknit.engine.record.at_path import is_committed, manifest_in
-from reknit.engine.record.recognising import find_manifest, is_of_others
+from reknit.engine.stored import recognising
+from reknit.engine.stored.at_path import is_committed, manifest_in
+from reknit.engine.stored.recognising import find_manifest, is_of_others
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record import removals
-from reknit.engine.record.removals import PathRemoval
+from reknit.engine.stored import removals
+from reknit.engine.stored.removals import PathRemoval
 from reknit.errors import CommitError
 from reknit.storage.registry import open_storage
 

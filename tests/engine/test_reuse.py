@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 import reknit
 from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
-from reknit.engine.record.earlier_files import earlier_files
+from reknit.engine.loading.task import LoadJob
+from reknit.engine.saving.reuse import earlier_files
 from reknit.engine.saving.save import EarlierSaves, save
-from reknit.engine.saving.save_job import SaveJob
+from reknit.engine.saving.task import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import ReknitError
+from reknit.events.phase import Recorder
 from reknit.format import paths
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.call_reports import SaveReport
+    from reknit.engine.reports import SaveReport
     from reknit.storage.base import Storage
 
 SIZE = 3

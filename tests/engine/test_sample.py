@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.memory import sample as sample_module
-from reknit.engine.memory.elements import bits
-from reknit.engine.memory.sample import LINE_NBYTES, STRIDE_NBYTES, Range, Sample
+from reknit.engine.memory import elements as sample_module
+from reknit.engine.memory.elements import LINE_NBYTES, STRIDE_NBYTES, Range, Sample, bits
 from tests.devices import every_simulated_device
 from tests.running.cases import one_by_one
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.engine.background.trainer import deferred
+from reknit.engine.background import snapshot
 from reknit.engine.memory import arena_pool
 from reknit.types import devices
 from tests.accelerator import install, installed
@@ -319,14 +319,14 @@ def saved_from_device_1(device_type: Any, folder: str, chosen: bool) -> list[int
     device = install(device_type)
     if chosen:
         torch.accelerator.set_device_index(1)
-    threads, changed = set[str](), deferred.Deferred.changed
+    threads, changed = set[str](), snapshot.Deferred.changed
 
-    def recorded(self: deferred.Deferred) -> list[str]:
+    def recorded(self: snapshot.Deferred) -> list[str]:
         if len(self):
             threads.add(threading.current_thread().name)
         return changed(self)
 
-    setattr(deferred.Deferred, "changed", recorded)  # noqa: B010
+    setattr(snapshot.Deferred, "changed", recorded)  # noqa: B010
     one = Training(f"{device_type}:1")
     reknit.prepare(folder, one.state, options=reknit.SaveOptions(durability="process", stage="lazy"))
     for number, stage in enumerate(("eager", "lazy", "lazy")):

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.engine.memory.elements import bits
-from reknit.engine.memory.file_image import Entries, Image
-from reknit.engine.memory.sources import Sources
+from reknit.engine.memory.images import Entries, Image, Sources
 from reknit.types.box import Box
-from reknit.types.plan import WriteEntry
-from reknit.types.shard import Strided
+from reknit.types.shard import Strided, WriteEntry
 from tests.running.cases import one_by_one
 from tests.running.examples import examples
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.memory import staging
+from reknit.engine.memory import devices
+from reknit.engine.memory.devices import Staging, changes
 from reknit.engine.memory.elements import bits, convert, deliver, stage
-from reknit.engine.memory.sources import Sources
-from reknit.engine.memory.staging import Staging, changes
+from reknit.engine.memory.images import Sources
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
 from reknit.types.shard import Shard as Held
@@ -141,7 +141,7 @@ def test_what_has_no_dimensions_reaches_a_tensor_that_is_no_host_array() -> None
 
 def test_bytes_from_the_host_are_there_at_once_and_nothing_imports_torch() -> None:
     code = (
-        "import sys, numpy; from reknit.engine.memory.staging import Staging, changes;"
+        "import sys, numpy; from reknit.engine.memory.devices import Staging, changes;"
         "data = numpy.arange(4, dtype='u1'); out = numpy.zeros(2, 'u1');"
         "save = Staging([data]); save.add(data, 1, 2, out); assert out.tolist() == [1, 2]; save.wait(1);"
         "assert not save.under_way() and changes(data) is None and 'torch' not in sys.modules"
@@ -152,7 +152,7 @@ def test_bytes_from_the_host_are_there_at_once_and_nothing_imports_torch() -> No
 def test_devices_without_streams_are_staged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # The meta device stands for any that has none.
     staged: list[Any] = []
-    monkeypatch.setattr(staging, "stage", lambda *call: staged.append(call))
+    monkeypatch.setattr(devices, "stage", lambda *call: staged.append(call))
     source, out = torch.empty(4, dtype=torch.int32, device="meta"), np.empty(8, np.uint8)
     Staging([source]).add(source, 1, 2, out)
     assert staged == [(source, 1, 2, out)]

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.engine.memory import staging
-from reknit.engine.memory.elements import bits
-from reknit.engine.memory.sample import Range, Sample
-from reknit.engine.memory.staging import BounceBuffers, Staging
+from reknit.engine.memory import devices as staging
+from reknit.engine.memory.devices import BounceBuffers, Staging
+from reknit.engine.memory.elements import Range, Sample, bits
 from reknit.errors import DeadlineError, ReknitError
 from reknit.types import devices
 from tests.accelerator import installed

@@ -17,8 +17,8 @@ import torch
 
 import reknit
 from reknit.engine.memory import elements
+from reknit.engine.memory.devices import Transfer
 from reknit.engine.memory.elements import bits, convert, deliver
-from reknit.engine.memory.transfer import Transfer
 from reknit.errors import DeadlineError, ReknitError, ShortageError
 from reknit.options import LoadOptions, SaveOptions
 from reknit.types import devices
@@ -418,7 +418,7 @@ def test_what_other_ranks_read_comes_after_what_the_stream_of_the_caller_wrote_b
 
 def test_state_in_host_memory_needs_no_device_and_nothing_imports_torch() -> None:
     code = (
-        "import sys, numpy; from reknit.engine.memory.transfer import Transfer, queue;"
+        "import sys, numpy; from reknit.engine.memory.devices import Transfer, queue;"
         "data, out = numpy.arange(4, dtype='u1'), numpy.zeros(2, 'u1')\n"
         "with Transfer([data], 'what is saved', 1) as transfer, transfer.arenas(4096) as arena:\n"
         "    with transfer.copying(arena): queue(data, 1, 2, out)\n"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.memory.tuning import PIECES, THREADS, Settings, Tuner
+from reknit.engine.memory.write import PIECES, THREADS, Settings, Tuner
 from reknit.errors import UsageError
 from tests.running.cases import one_by_one
 

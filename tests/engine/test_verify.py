@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
+from reknit.engine.saving.task import SaveJob
 from reknit.engine.stored.verify import check_header, verify
 from reknit.errors import FormatError
+from reknit.events.phase import Recorder
 from reknit.format.data_file import HeaderEntry, encode_header
-from reknit.monitor.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box

@@ -14,7 +14,7 @@ from reknit.system import start_thread
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.workers import Arena
 
 
 def test_every_job_is_done_once_by_a_bounded_number_of_workers_with_arenas_of_their_own() -> None:

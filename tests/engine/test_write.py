@@ -8,20 +8,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reknit.engine.memory.arena import Arena
-from reknit.engine.memory.file_image import Entries, Image, live, staged
-from reknit.engine.memory.sources import Sources
-from reknit.engine.memory.transfer import Transfer
-from reknit.engine.memory.tuning import PIECES, Settings, Tuner
-from reknit.engine.outgoing import Outgoing
-from reknit.engine.saving.write import write_files
-from reknit.engine.small_files import Written, write_bytes
+from reknit.engine.memory.devices import Transfer
+from reknit.engine.memory.images import Entries, Image, Sources, live, staged
+from reknit.engine.memory.workers import Arena
+from reknit.engine.memory.write import PIECES, Outgoing, Settings, Tuner, Written, write_bytes, write_files
 from reknit.errors import ReknitError, StorageError, UsageError
+from reknit.events.phase import Recorder
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
-from reknit.monitor.phase import Recorder
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.types.box import Box
-from reknit.types.plan import WriteEntry
+from reknit.types.shard import WriteEntry
 from tests.running.examples import examples
 from tests.storage.process_memory import ProcessMemory
 
@@ -134,7 +130,7 @@ def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
             events.append("fetch")
         return memory.fetch(file, start, nbytes, arena)
 
-    monkeypatch.setattr("reknit.engine.saving.write.block_digests", digests)
+    monkeypatch.setattr("reknit.engine.memory.write.block_digests", digests)
     written = write_files(
         storage,
         memory.files,

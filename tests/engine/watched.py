@@ -10,15 +10,14 @@ from reknit.processes.channel import Channel
 if TYPE_CHECKING:
     from types import FrameType
 
-_LOCAL = {"shard_key", "check_manifest"}
+_LOCAL = {"shard_key", "check_manifest", "keep_latest", "packed", "unpacked"}
 """Functions of the modules below that, with all that they call, only look at this rank's own values."""
 
 _AGREEING = (
     "reknit.comm.",
-    "reknit.engine.record.commit",
-    "reknit.engine.record.marker",
-    "reknit.engine.saving.save_coordinator",
-    "reknit.engine.saving.receipt",
+    "reknit.engine.stored.commit",
+    "reknit.engine.stored.marker",
+    "reknit.engine.saving.coordinator",
     "reknit.engine.saving.root",
 )
 
@@ -55,7 +54,7 @@ class Watched:
         elif code is Channel.send.__code__:
             self.said.append(type(frame.f_locals["message"]).__name__)
         elif module.startswith("reknit.planner.") or (
-            module == "reknit.engine.saving.file_layout" and name == "outline"
+            module == "reknit.engine.saving.layout" and name == "outline"
         ):
             self.planned.add(f"{module}.{name}")
         elif module.startswith(_AGREEING) or name in ("owners", "ask"):

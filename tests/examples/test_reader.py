@@ -25,7 +25,7 @@ import reknit
 from reknit.errors import FormatError
 from reknit.types.box import Box
 from tests.forged import resealed, rewritten, with_value
-from tests.interop.checkpoints import columns, every_dtype, save_in_boxes
+from tests.integrations.formats.checkpoints import columns, every_dtype, save_in_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from reknit import calls
-from reknit.monitor.phase import Deadline
+from reknit.api import checks
+from reknit.events.phase import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +139,7 @@ def agents_of(trainer: int) -> list[int]:
 
 def agent_of(group: Group) -> int:
     """Return the agent of this process in a group."""
-    session = calls.backgrounds[group][True].supervisor.session
+    session = checks.backgrounds[group][True].supervisor.session
     assert session is not None
     assert session.link.pid is not None
     return session.link.pid

@@ -190,8 +190,8 @@ def test_an_interrupt_after_staging_ends_the_script_and_the_save_is_committed(ru
 
 # A slow copy, which prints a line when it begins.
 SLOW_STAGING = """
-import reknit.engine.background.trainer.snapshot as snapshot
-from reknit.engine.memory.file_image import Image
+import reknit.engine.background.snapshot as snapshot
+from reknit.engine.memory.images import Image
 
 def fill(self, start, out, copy=None, fill=Image.fill):
     say("staging")
@@ -219,7 +219,7 @@ def test_a_kill_during_staging_leaves_nothing(run: _Scripts) -> None:
 
 def test_a_script_may_go_on_after_an_interrupt_during_staging(run: _Scripts) -> None:
     script = run(
-        "real = __import__('reknit.engine.memory.file_image').engine.memory.file_image.Image.fill\n"
+        "real = __import__('reknit.engine.memory.images').engine.memory.images.Image.fill\n"
         + ENDING_STAGING
         + "try:\n    save(2)\nexcept KeyboardInterrupt:\n    say('interrupted')\n"
         "Image.fill = real\nsave(3).result(50)"

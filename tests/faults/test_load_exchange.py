@@ -23,8 +23,8 @@ import torch.distributed as dist
 from msgspec import structs
 
 import reknit
-from reknit.engine.sharing import share_out
-from reknit.engine.sharing.host_link import HostLink
+from reknit.engine.sharing import shared_read
+from reknit.engine.sharing.tracker import HostLink
 from reknit.format.checksum import block_digests
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.storage.base import Reading
@@ -95,7 +95,7 @@ def become(hosts: str, stall: Callable[[], object] = os.getpid) -> int:
     """Set this rank's host, register its store with the faults of `PLAN`, and return the rank."""
     rank = dist.get_rank()
     os.environ["REKNIT_HOST"] = hosts[rank]
-    vars(share_out)["BUCKET_NBYTES"] = 2 * BLOCK
+    vars(shared_read)["BUCKET_NBYTES"] = 2 * BLOCK
 
     def factory(url: str, durability: Any) -> Cells:
         inner = LocalStorage(url.removeprefix("cells://"), durability=durability)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.stored import pending, running_agents
-from reknit.engine.stored.running_agents import Note, at_work
+from reknit.engine.stored import agents, leftovers
+from reknit.engine.stored.agents import Note, at_work
 from tests.cli.command import Command
 from tests.faults.nursery import wait_until
 
@@ -164,7 +164,7 @@ def test_a_save_of_this_host_whose_marker_is_not_up_yet_is_waited_for_too(
             marker.touch()
         return found
 
-    monkeypatch.setattr(pending, "at_work", at_work_at)
+    monkeypatch.setattr(leftovers, "at_work", at_work_at)
 
     def remove() -> None:
         wait_until(marker.exists, LIMIT_S)
@@ -234,17 +234,15 @@ def test_a_note_says_what_is_promoted_to_which_place_and_is_found_by_any_name_of
     note = Note()
     try:
         note.write(7, {3: agent_save})
-        rank, saves = running_agents.read_note(os.getpid()) or (None, [])
+        rank, saves = agents.read_note(os.getpid()) or (None, [])
         assert rank == 7
         assert [tuple(save) for save in saves] == [(agent_save.since, path) for path in agent_save.places]
         note.write(7, {})
-        assert running_agents.read_note(os.getpid()) == (7, []), (
-            "a shorter note leaves nothing of a longer one"
-        )
+        assert agents.read_note(os.getpid()) == (7, []), "a shorter note leaves nothing of a longer one"
     finally:
         note.close()
     note.write(7, {3: agent_save})  # too late, and no error
-    below = running_agents.is_below
+    below = agents.is_below
     assert below(f"{tmp_path}/real/a", f"{tmp_path}/link")
     assert below("s3://bucket/run/b", "s3://bucket/run/")
     assert not below("s3://bucket/runs", "s3://bucket/run")

@@ -16,10 +16,10 @@ import numpy as np
 
 import reknit
 from reknit.comm import group as comm
+from reknit.comm.group import quietly
 from reknit.comm.meeting.rendezvous import FolderStore
-from reknit.comm.quiet import quietly
 from reknit.engine.memory.arena_pool import Arenas
-from reknit.monitor.phase import Deadline
+from reknit.events.phase import Deadline
 from reknit.options import CommOptions
 from reknit.testing.faulty_storage import Fault
 from tests.faults.nursery import agents_of, wait_until

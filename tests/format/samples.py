@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from reknit.format.checksum import block_digests, num_blocks
 from reknit.format.file_table import encode_table, table_of
-from reknit.format.index.file import encode_index
-from reknit.format.index.parquet_bounds import with_section
+from reknit.format.index import encode_index
+from reknit.format.index.parquet import with_section
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.manifest import (

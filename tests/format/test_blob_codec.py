@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError, StateError
-from reknit.format.values import msgpack_reader
-from reknit.format.values.blob_codec import decode_blobs, encode_blobs, join_blobs
-from reknit.format.values.large_values import file_memory
+from reknit.format import msgpack_reader
+from reknit.format.blob_codec import decode_blobs, encode_blobs, join_blobs
+from reknit.format.msgpack_reader import file_memory
 from reknit.types.shard import Tagged
 from tests.format.samples import Colour, Level, Outer, same, taken, values
 from tests.running.examples import examples
@@ -80,7 +80,7 @@ def test_arrays_come_back_writable_and_row_major() -> None:
 
 def test_equal_sets_have_equal_bytes_in_every_process() -> None:
     program = (
-        "from reknit.format.values.blob_codec import encode_blobs as e\n"
+        "from reknit.format.blob_codec import encode_blobs as e\n"
         "print(e({'x': {str(n) for n in range(50)}}).hex())"
     )
     outputs = {
@@ -236,7 +236,7 @@ def test_errors_of_foreign_pickling_code_are_typed() -> None:
 def test_pickle_is_not_even_imported_without_need() -> None:
     program = (
         "import sys, builtins; real = builtins.__import__\n"
-        "import reknit.format.values.blob_codec as b\n"
+        "import reknit.format.blob_codec as b\n"
         "def guard(name, *a, **k):\n"
         "    assert name != 'pickle'\n"
         "    return real(name, *a, **k)\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from reknit.format.blob_codec import decode_blobs, encode_blobs
+from reknit.format.blob_types import BUILDERS, PICKLE
 from reknit.format.checksum import block_digests
 from reknit.format.data_file import NATIVE, HeaderEntry, encode_header, file_metadata
 from reknit.format.manifest_file import decode_manifest, encode_manifest
-from reknit.format.values.blob_codec import decode_blobs, encode_blobs
-from reknit.format.values.blob_types import BUILDERS, PICKLE
 from reknit.types.dtype import ITEMSIZE
 from tests.format.samples import WRITE_ID
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from reknit.errors import FormatError, VersionError
+from reknit.format.checksum import check_version
 from reknit.format.file_table import entries, with_table
 from reknit.format.file_table import table_of as table_of_all
-from reknit.format.index.file import decode_index, encode_index
-from reknit.format.index.parquet_bounds import with_section
+from reknit.format.index import decode_index, encode_index
+from reknit.format.index.parquet import with_section
 from reknit.format.manifest_file import decode_manifest, decode_record, encode_manifest
-from reknit.format.versions import check_version
 from reknit.types.manifest import Manifest, TablePlace
 from tests.attacks.hostile_documents import signed
 from tests.attacks.hostile_table import GOOD, manifest_of, table_of

@@ -10,7 +10,7 @@ import pytest
 
 import reknit
 from reknit.errors import FormatError
-from reknit.format.foreign.gguf_header import read_gguf_header
+from reknit.integrations.numpy_gguf.files import read_gguf_header
 from tests.format.samples import taken
 
 if TYPE_CHECKING:

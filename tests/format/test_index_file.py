@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.index import arrow_file, parquet_bounds, plain_file
+from reknit.format import index as index_file
+from reknit.format.index import arrow_file, decode_index, encode_index, parquet, plain_file
 from reknit.format.index import checks as index_checks
-from reknit.format.index import file as index_file
 from reknit.format.index.checks import check_extents
-from reknit.format.index.file import decode_index, encode_index
 from reknit.format.paths import MAX_NAME_NBYTES
 from reknit.types.box import Box
 from reknit.types.manifest import Index
@@ -28,7 +27,7 @@ from tests.running.examples import examples
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.format.index.row_columns import RowColumns
+    from reknit.format.index.columns import RowColumns
     from reknit.types.manifest import TensorEntry
 
 
@@ -43,7 +42,7 @@ def test_a_small_index_is_written_without_arrow_which_reads_it(index: Index) -> 
     data = plain_file.write_plain(index)
     assert data is not None
     assert same_index(checked(plain_file.read_plain(data)), index)
-    work = parquet_bounds.check_parquet(data, num_columns=9, num_nodes=16)
+    work = parquet.check_parquet(data, num_columns=9, num_nodes=16)
     assert same_index(arrow_file.read_with_arrow(data, work).to_index(), index)
 
 
@@ -226,9 +225,9 @@ def test_an_index_that_repeats_itself_stays_far_from_the_limits_of_its_readers(
     assert same_index(decode_index(data), index)
     footer = pq.ParquetFile(io.BytesIO(data)).metadata
     columns = [footer.row_group(g).column(c) for g in range(footer.num_row_groups) for c in range(9)]
-    assert footer.num_rows < 0.75 * parquet_bounds.ROWS_PER_BYTE * len(data)
-    assert sum(c.num_values for c in columns) < 0.75 * parquet_bounds.VALUES_PER_BYTE * len(data)
-    assert sum(c.total_uncompressed_size for c in columns) < 0.75 * parquet_bounds.NBYTES_PER_BYTE * len(data)
+    assert footer.num_rows < 0.75 * parquet.ROWS_PER_BYTE * len(data)
+    assert sum(c.num_values for c in columns) < 0.75 * parquet.VALUES_PER_BYTE * len(data)
+    assert sum(c.total_uncompressed_size for c in columns) < 0.75 * parquet.NBYTES_PER_BYTE * len(data)
 
 
 def test_duckdb_and_pandas_read_the_index() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.values import msgpack_reader
-from reknit.format.values.msgpack_reader import check_structure, read_msgpack
+from reknit.format import msgpack_reader
+from reknit.format.msgpack_reader import check_structure, read_msgpack
 from reknit.types.shard import MAX_DEPTH
 from tests.format.samples import taken
 from tests.running.examples import examples

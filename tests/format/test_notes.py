@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.notes import (
+from reknit.format.manifest_file import (
     MAX_FOLLOWER_NBYTES,
     Follower,
     HolderLease,

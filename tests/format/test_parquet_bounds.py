@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import FormatError
-from reknit.format.index import parquet_bounds
+from reknit.format.index import encode_index, parquet
 from reknit.format.index.arrow_file import write_with_arrow
-from reknit.format.index.file import encode_index
-from reknit.format.index.parquet_bounds import Work, check_parquet
+from reknit.format.index.parquet import Work, check_parquet
 from reknit.format.index.plain_file import read_plain, write_plain
 from tests.attacks.hostile_index import attacks
 from tests.attacks.thrift import BINARY, BYTE, DOUBLE, FALSE, I64, LIST, STRUCT, TRUE, Reader, Struct, write
@@ -124,9 +123,9 @@ def test_a_flood_of_empty_pages_is_refused_before_the_last_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     number = check(GOOD).pages
-    monkeypatch.setattr(parquet_bounds, "MAX_PAGES", number)
+    monkeypatch.setattr(parquet, "MAX_PAGES", number)
     check(GOOD)
-    monkeypatch.setattr(parquet_bounds, "MAX_PAGES", number - 1)
+    monkeypatch.setattr(parquet, "MAX_PAGES", number - 1)
     with pytest.raises(FormatError, match="pages, which is the limit"):
         check(GOOD)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from reknit.errors import CorruptError, FormatError, VersionError
 from reknit.format.data_file import Header, HeaderEntry, decode_header, encode_header, file_metadata
-from reknit.format.index.rebuild import rebuild_index
+from reknit.format.index.arrow_file import rebuild_index
 from reknit.format.paths import entry_key
 from reknit.types.box import Box
 from tests.format.samples import WRITE_ID, index_of, indexes, same_index, taken

@@ -19,15 +19,16 @@ import pytest
 import torch
 
 from reknit.errors import FormatError
-from reknit.format.foreign.pickle_keys import MAX_EQUAL_HASHES, MOST_MEMBERS
-from reknit.format.foreign.safe_pickle import (
+from reknit.integrations.formats.pickles import (
+    MAX_EQUAL_HASHES,
+    MOST_MEMBERS,
     Global,
     PickledObject,
     Unreadable,
     Vocabulary,
     read_pickle,
 )
-from reknit.format.foreign.torch_values import TORCH, neutral, neutral_keys
+from reknit.integrations.formats.torch_values import TORCH, neutral, neutral_keys
 from tests.format.samples import taken
 
 

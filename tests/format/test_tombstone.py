@@ -6,8 +6,7 @@ import pytest
 
 import reknit
 from reknit.errors import CorruptError, VersionError
-from reknit.format.manifest_file import decode_record
-from reknit.format.tombstone import changed, encode_tombstone, is_tombstone
+from reknit.format.manifest_file import changed, decode_record, encode_tombstone, is_tombstone
 from reknit.storage.registry import open_storage
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from reknit.errors import VersionError
-from reknit.format.versions import FORMAT_VERSION, check_version
+from reknit.format.checksum import FORMAT_VERSION, check_version
 
 
 def test_every_version_up_to_the_present_one_is_read_and_others_are_refused_with_a_remedy() -> None:

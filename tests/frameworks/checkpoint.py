@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
+from reknit.frameworks.numbers import same_value
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.same_value import same_value
 from reknit.types.manifest import Catalog
 from reknit.types.shard import full_name
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import reknit
-from reknit.engine.sharing import fetch_tracker, share_out
+from reknit.engine.sharing import shared_read, tracker
 from reknit.types import devices
 from tests.accelerator import Accelerator, installed
 from tests.devices import run_simulated
@@ -131,7 +131,7 @@ def silent(accelerator: Accelerator, rank: int) -> Iterator[None]:
 def hung(accelerator: Accelerator, rank: int) -> Iterator[None]:
     """Let a device never run the work that is queued on its streams."""
     device = torch.device(accelerator.type, rank)
-    with mock.patch.object(fetch_tracker, "_GRACE_S", 0.5), ExitStack() as last:
+    with mock.patch.object(tracker, "_GRACE_S", 0.5), ExitStack() as last:
         for stream in (devices.side_stream(device), devices.current_stream(device)) if rank == 1 else ():
             last.enter_context(accelerator.held(stream))
         yield
@@ -174,7 +174,7 @@ def load_without_a_backend(path: str) -> Any:
     dist.init_process_group("xpu:odd")
     become("ab")
     target, said = torch.zeros(NUMEL), []
-    with mock.patch.object(share_out.logger, "warning", lambda text, *values: said.append(text % values)):
+    with mock.patch.object(shared_read.logger, "warning", lambda text, *values: said.append(text % values)):
         report = load(path, target)
     return is_right(target), report.nbytes_received, said
 

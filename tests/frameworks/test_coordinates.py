@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
-from reknit.monitor.figures.event_columns import event_columns
-from reknit.monitor.reports.recorded_operations import read_operations
-from reknit.monitor.reports.report_text import remarks
+from reknit.monitor.figures import event_columns
+from reknit.monitor.operations import read_operations
+from reknit.monitor.text import remarks
 from tests.ranks import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "monitoring" / "slow_ranks.py"

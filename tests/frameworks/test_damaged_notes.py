@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from reknit.dataloader.sample_order import EpochPosition, SampleOrder
 from reknit.errors import CorruptError
-from reknit.frameworks.loaders.sample_order import EpochPosition, SampleOrder
-from reknit.frameworks.optimizer import memory_notes
-from reknit.frameworks.walk.rank_catalog import FoundValue
+from reknit.frameworks.torch import state_memory
+from reknit.frameworks.walk.requests import FoundValue
 from reknit.frameworks.walk.walk import Place
 from tests.tables import table
 
@@ -53,7 +53,7 @@ def test_notes_on_the_states_of_a_parameter_are_such_or_are_damage(value: Any) -
     saved = SimpleNamespace(look_up=lambda _: FoundValue(value))
     loading: Any = SimpleNamespace(saved=saved, value=lambda _: None)
     try:
-        notes = memory_notes.saved(AT, loading)
+        notes = state_memory.saved_notes(AT, loading)
     except CorruptError as error:
         assert str(AT) in error.message  # noqa: PT017 (only some values are errors)
     else:

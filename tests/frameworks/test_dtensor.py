@@ -305,6 +305,6 @@ def test_replicas_are_the_ranks_along_the_replicated_dimensions_of_a_mesh_of_all
         ((Shard(0), Shard(1)), (1,)),
     ):
         tensor = SimpleNamespace(device_mesh=mesh, shape=(4, 4), placements=placements)
-        assert dtensor.replicas(tensor, world) == expected
-        assert dtensor.replicas(tensor, World(1, 5, (0, 1, 2, 3, 4))) is None
+        assert dtensor.replicas_of(tensor, world) == expected
+        assert dtensor.replicas_of(tensor, World(1, 5, (0, 1, 2, 3, 4))) is None
     assert world.coordinate == {"dp": 0, "tp": 1}

@@ -11,7 +11,7 @@ from torch import nn
 import reknit
 from reknit.errors import MismatchError
 from reknit.frameworks.registry import collect, wanted
-from reknit.interop.states.torch_export import export_torch
+from reknit.integrations.torch_save.export import export_torch
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, save
 from tests.ranks import run
 from tests.tables import table

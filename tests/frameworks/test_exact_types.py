@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import reknit
-from reknit.engine.saving.claims import encode_holdings
+from reknit.engine.saving.part import encode_holdings
 from reknit.errors import FormatError, StateError
 from reknit.frameworks.registry import collect, wanted
 from reknit.types.shard import Tagged

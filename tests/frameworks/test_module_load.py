@@ -221,7 +221,7 @@ def test_what_only_torch_itself_does_at_a_load_costs_nothing(monkeypatch: pytest
         return nn.Sequential(nn.BatchNorm1d(2), checkpoint_wrapper(norm), nn.InstanceNorm1d(2), old)
 
     source, target = build(), build()
-    monkeypatch.setattr("reknit.frameworks.torch.modules.own_load.OwnLoad.give", None)
+    monkeypatch.setattr("reknit.frameworks.torch.own_load.OwnLoad.give", None)
     load({"m": target}, save({"m": source}))
     assert all(map(torch.equal, source.state_dict().values(), target.state_dict().values()))
 
@@ -263,7 +263,7 @@ def test_a_hook_that_cannot_run_is_a_mismatch_before_anything_changes(
     source, target = Derived(), Derived()
     after(target)
     reknit.save(tmp_path / "x", {"m": source})
-    monkeypatch.setattr("reknit.frameworks.torch.modules.own_load._torn", lambda *_: "weight")
+    monkeypatch.setattr("reknit.frameworks.torch.own_load._torn", lambda *_: "weight")
     kept = target.weight.clone()
     with pytest.raises(MismatchError, match=r"mismatched: m: .*derive would run"):
         reknit.load(tmp_path / "x", {"m": target})

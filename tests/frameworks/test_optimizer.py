@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from reknit.errors import StateError
+from reknit.frameworks.numbers import same_value
 from reknit.frameworks.registry import collect, wanted
-from reknit.frameworks.same_value import same_value
 from reknit.types.shard import Tagged
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, save
 from tests.frameworks.test_optimizer_protocol import net, train

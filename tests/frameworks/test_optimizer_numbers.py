@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 import reknit
 from reknit.errors import MismatchError, StateError
-from reknit.frameworks.deepspeed import zero_optimizers
 from reknit.frameworks.registry import wanted
-from reknit.frameworks.torch import tensor_numbers
+from reknit.frameworks.torch import numbers
 from reknit.frameworks.walk.walk import Place
+from reknit.integrations.deepspeed import zero
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import fill, load, save
 from tests.tables import table
@@ -160,23 +160,23 @@ def test_a_counter_that_a_tensor_cannot_hold_is_mismatched() -> None:
 
 def test_steps_are_counted_in_as_many_bits_as_they_need() -> None:
     for step in (0, 5, 2**24 + 1, 2**53 + 1, torch.tensor([7], dtype=torch.int32), 0.5):
-        counter = tensor_numbers.counter(step, "here")
+        counter = numbers.counter(step, "here")
         assert counter.ndim == 0
         assert counter.item() == step
-    assert tensor_numbers.counter(5, "here").dtype == torch.float32
+    assert numbers.counter(5, "here").dtype == torch.float32
     with pytest.raises(StateError, match=r"here has taken 10+ steps"):
-        tensor_numbers.counter(10**30, "here")
+        numbers.counter(10**30, "here")
     with pytest.raises(StateError, match=r"here is 2.5 .* counts in integers"):
-        tensor_numbers.require_whole(torch.tensor(2.5), "here")
+        numbers.require_whole(torch.tensor(2.5), "here")
 
 
 @table("step", [0, 3, 2**24 + 1, 2**53 + 1])
 def test_the_integers_in_which_deepspeed_counts_come_back(step: int) -> None:
     states = {"step": step, "exp_avg": torch.ones(1)}
-    made = zero_optimizers.counted_in_tensor(states, Place("o"))
+    made = zero.counted_in_tensor(states, Place("o"))
     assert made["step"].item() == step
     for given in (made, {**made, "step": made["step"].item()}):
-        found = zero_optimizers.counted_in_number(given)["step"]
+        found = zero.counted_in_number(given)["step"]
         assert (found, type(found)) == (step, int)
 
 
@@ -198,7 +198,7 @@ def test_a_number_among_the_states_keeps_its_value_where_it_is_a_tensor_at_times
     target = _state({}, {} if present is None else {"t": present})
     load(target, save(_state({}, {"t": saved})))
     (found,) = (state["t"] for state in target["optimizer"].state.values())
-    assert tensor_numbers.number_in(found) == tensor_numbers.number_in(saved)
+    assert numbers.number_in(found) == numbers.number_in(saved)
 
 
 @table(("steps", "before"), [(1, 0), (2, 1), (5, 2)])

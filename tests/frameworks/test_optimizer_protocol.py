@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.optimizer import optimizer_protocol, packed_values
 from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks.torch import own_state
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save
 from tests.ranks import run
@@ -331,7 +331,7 @@ def test_a_dict_with_the_keys_of_the_saved_forms_comes_back_as_it_is(value: Any)
 )
 def test_a_saved_form_that_no_save_writes_is_refused_by_name(value: Any) -> None:
     with pytest.raises(StateError, match="its value has"):
-        packed_values.unpacked(value, frozenset({__name__.partition(".")[0]}))
+        own_state.unpacked(value, frozenset({__name__.partition(".")[0]}))
 
 
 class Counter:
@@ -386,7 +386,7 @@ def takes_what_was_saved(source: str, target: str, before: int) -> None:
         assert repr(other.state_dict()) == kept, "a refused state stays as it is"
         why = want.mismatched[0][2]
         for optimizer, does in ((one, "saved it"), (other, "steps it")):
-            assert f"{optimizer_protocol.kind(optimizer)[0]} {does}" in why
+            assert f"{own_state.kind(optimizer)[0]} {does}" in why
         assert "strict=['!o/*']" in why
 
 
@@ -424,8 +424,8 @@ def test_optimizers_inside_a_framework_s_are_called_as_torch_calls_them() -> Non
 
     for decoupled, name in ((True, "AdamW"), (False, "Adam")):
         fused = FusedAdam(decoupled=decoupled)
-        assert optimizer_protocol.kind(fused, inside=True) == (f"torch.optim.{name}",)
-        assert optimizer_protocol.kind(fused) == ("FusedAdam",), "its states are not in torch's form"
+        assert own_state.kind(fused, inside=True) == (f"torch.optim.{name}",)
+        assert own_state.kind(fused) == ("FusedAdam",), "its states are not in torch's form"
 
 
 @table("named", ["AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"])

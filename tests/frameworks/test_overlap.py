@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import reknit
 from reknit import transforms
-from reknit.engine.loading import ties
+from reknit.engine.loading import collect
 from reknit.errors import MismatchError, StateError
 from reknit.frameworks.registry import wanted
 from reknit.frameworks.walk import overlap
@@ -249,7 +249,7 @@ TIED = torch.zeros(5)
 def test_a_tensor_that_is_one_here_is_filled_where_it_is_equal_in_the_checkpoint(
     target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ties, "BATCH_NBYTES", 8)  # so that the tensors are compared in several parts
+    monkeypatch.setattr(collect, "BATCH_NBYTES", 8)  # so that the tensors are compared in several parts
     second = "m/b" if len(target) == 1 else "n/b"
     for number in range(2):
         values = [torch.arange(5.0), torch.arange(5.0)]

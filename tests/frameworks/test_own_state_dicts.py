@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import reknit
 from reknit.errors import ReknitError
-from reknit.frameworks.optimizer import packed_values
 from reknit.frameworks.registry import collect, wanted
+from reknit.frameworks.torch import own_state
 from tests.frameworks.checkpoint import Checkpoint, assemble, fill, load, portable, save
 from tests.ranks import run
 from tests.tables import table
@@ -210,7 +210,7 @@ def test_only_plain_classes_of_the_optimizer_s_own_package_are_made() -> None:
         refused = [fqn for _, fqn, why in want.mismatched if "not a plain class" in why]
         assert refused == ["state/0.weight/projector"], named
     assert Careful.ended == []
-    assert not packed_values.packages(torch.optim.AdamW(model.parameters()))
+    assert not own_state.packages(torch.optim.AdamW(model.parameters()))
 
 
 def test_an_object_that_may_be_more_than_its_attributes_is_refused_before_a_byte_is_written(

@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from reknit.errors import ShortageError
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.same_value import same_value
+from reknit.frameworks.numbers import same_value
 from reknit.types.dtype import ITEMSIZE
 from tests.ranks import run
 from tests.tables import table

@@ -10,7 +10,7 @@ from torch import nn
 from reknit.errors import StateError
 from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.registry import wanted
-from reknit.frameworks.walk.state_dict_effects import has_effects
+from reknit.frameworks.walk.own_code import has_effects
 from reknit.types.wanted import Terms
 from tests.frameworks.checkpoint import fill, load, save
 from tests.tables import table

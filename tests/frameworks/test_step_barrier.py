@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reknit.frameworks.optimizer.step_barrier import barriers
+from reknit.frameworks.torch.state_memory import barriers
 from tests.devices import every_device
 from tests.tables import table
 

@@ -12,7 +12,7 @@ import torch
 
 import reknit
 from reknit import transforms as t
-from reknit.engine.background.trainer import snapshot
+from reknit.engine.background import snapshot
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.custom import Held, Value, registered
 from reknit.testing.world import run_ranks
@@ -105,7 +105,7 @@ def test_a_framework_whose_import_is_blocked_is_not_asked(library: str, tmp_path
     state: dict[str, Any] = {"x": torch.zeros(2), "y": None}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, library, None)
-        patch.delitem(sys.modules, "reknit.frameworks.jax.jax_arrays", raising=False)
+        patch.delitem(sys.modules, "reknit.integrations.jax.arrays", raising=False)
         reknit.load(tmp_path, state)
     assert state["x"].tolist() == [1, 1]
     assert state["y"] == [1, "a"]

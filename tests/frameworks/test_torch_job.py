@@ -15,7 +15,7 @@ from reknit.options import CommOptions
 from tests.ranks import run
 
 if TYPE_CHECKING:
-    from reknit.comm.meeting.entries import Shape
+    from reknit.comm.meeting.rendezvous import Shape
 
 
 def meet() -> Any:

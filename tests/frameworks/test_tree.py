@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
-from reknit.frameworks.same_value import same_value
+from reknit.frameworks.numbers import same_value
 from tests.tables import table
 
 KEYS = st.one_of(

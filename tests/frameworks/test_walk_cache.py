@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from reknit.engine.saving.claims import encode_holdings
-from reknit.engine.saving.file_layout import FileCut, layout_digest
+from reknit.engine.saving.layout import FileCut, layout_digest
+from reknit.engine.saving.part import encode_holdings
 from reknit.errors import ReknitError
 from reknit.frameworks import registry
 from reknit.frameworks.walk.save_walk import Saving

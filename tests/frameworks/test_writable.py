@@ -11,7 +11,7 @@ import torch
 
 import reknit
 from reknit.errors import StateError
-from reknit.frameworks.walk import writable
+from reknit.frameworks.walk import overlap
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -125,18 +125,18 @@ def test_the_kernel_is_asked_about_foreign_memory_alone(monkeypatch: pytest.Monk
         asked.append(([], []))
         return asked[-1]
 
-    monkeypatch.setattr(writable, "_read_only", ask)
+    monkeypatch.setattr(overlap, "_read_only", ask)
     own = (torch.zeros(3), np.zeros(3), np.zeros((3, 4))[1:].T, torch.zeros(2, device="meta"))
-    writable.require_writable([("a", memory) for memory in own])
+    overlap.require_writable([("a", memory) for memory in own])
     assert not asked
-    writable.require_writable([("a", torch.from_numpy(np.zeros(3)))])
+    overlap.require_writable([("a", torch.from_numpy(np.zeros(3)))])
     assert asked
 
 
 def test_memory_is_filled_where_the_kernel_lists_no_mappings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(writable, "_MAPS", tmp_path / "none")
+    monkeypatch.setattr(overlap, "_MAPS", tmp_path / "none")
     target = torch.from_numpy(np.zeros(3, np.float32))
     reknit.save(tmp_path / "saved", {"m": torch.ones(3)})
     reknit.load(tmp_path / "saved", {"m": target})

@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 
 import reknit
-from reknit.engine.saving import manifest_content
 from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
-from reknit.monitor.phase import Recorder
+from reknit.engine.saving.task import SaveJob
+from reknit.engine.stored import manifest_content
+from reknit.events.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reknit
-from reknit.frameworks.same_value import same_value
+from reknit.frameworks.numbers import same_value
 from tests import ranks
 from tests.integrations import accelerate_job as jobs
 from tests.optional import needs

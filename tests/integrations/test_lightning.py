@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reknit
-from reknit.frameworks.same_value import same_value
+from reknit.frameworks.numbers import same_value
 from reknit.frameworks.stateful import Kept
 from tests import ranks
 from tests.integrations import lightning_job as jobs
@@ -155,7 +155,7 @@ def refused(folder: str) -> list[str]:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     from reknit.integrations.lightning import ReknitCheckpoint
-    from reknit.integrations.trainer_parts.lightning_strategy import adopt
+    from reknit.integrations.lightning.strategy import adopt
 
     found = []
     for call in (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reknit
-from reknit.frameworks.same_value import same_value
+from reknit.frameworks.numbers import same_value
 from tests import ranks
 from tests.integrations import lightning_hooks_job as jobs
 from tests.optional import needs
@@ -254,7 +254,7 @@ def refusals(root: str) -> list[str]:
     found.append(outcome(ReknitCheckpoint(f"{root}/last")))
     owner = Owner(f"{root}/owned")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
+        patch.setattr("reknit.engine.stored.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
         trained: list[int] = []
         watch = LambdaCallback(on_train_batch_end=lambda *_: trained.append(1))
         found.append(outcome(ReknitCheckpoint(f"{root}/owned"), [watch], path=None))

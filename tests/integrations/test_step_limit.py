@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from reknit.integrations.trainer_parts.step_limit import StepLimit
-from reknit.types.saved_step import SavedStep
+from reknit.integrations.trainers import StepLimit
+from reknit.types.manifest import SavedStep
 
 
 def steps(*losses: float | None) -> list[SavedStep]:

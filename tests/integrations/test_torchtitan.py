@@ -324,7 +324,7 @@ def _remedies(folder: str) -> None:
     assert trained("part", 1, exclude_from_loading=others, load_only=True, **kept) == ([True], [1, 2])
     owner = Owner(f"{folder}/ours/checkpoint")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
+        patch.setattr("reknit.engine.stored.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
         assert _refused(lambda: trained("ours", 4, **kept), "other_run='take_over'")
         assert trained("ours", 4, load_only=True) == ([True], [1, 2, 3])
         assert trained("ours", 4, other_run="take_over", **kept) == ([True], [1, 2, 3, 4])

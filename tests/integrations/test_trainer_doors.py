@@ -89,7 +89,7 @@ def refuse_beside_another(folder: str) -> None:
     owner = Owner(f"{folder}/_reknit")
     made = trainer(folder, max_steps=2, checkpoints={"wait": True})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
+        patch.setattr("reknit.engine.stored.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
         with pytest.raises(UsageError, match="belongs to a run that lives"):
             began(made)
         assert made.first is None

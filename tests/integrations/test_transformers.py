@@ -139,7 +139,7 @@ def test_a_resumed_run_ends_like_one_of_transformers_without_an_interruption(tmp
 def loaded_again(folder: str) -> tuple[Any, Any, Any]:
     from transformers import AutoModelForCausalLM
 
-    from reknit.interop.safetensors_export import export_hf
+    from reknit.integrations.hugging_face.export import export_hf
 
     made = trainer(folder, max_steps=2)
     made.train()

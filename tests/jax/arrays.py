@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 import reknit
 from reknit.errors import MismatchError, StateError
 from reknit.frameworks import registry
-from reknit.frameworks.jax import jax_arrays, jax_private
 from reknit.frameworks.walk.walk import World
+from reknit.integrations.jax import arrays as jax_arrays
+from reknit.integrations.jax import pytree
 from tests.jax import training
 from tests.jax.trees import raises
 
@@ -353,14 +354,14 @@ def check_device_copies_begin_before_any_is_waited_for(folder: str) -> None:
 
 def check_the_private_parts_of_jax_mean_what_they_meant(folder: str) -> None:
     key, weak = jax.random.key(1), jnp.asarray(1.0)
-    assert jax_private.is_key_dtype(key.dtype)
-    assert not jax_private.is_key_dtype(weak.dtype)
+    assert pytree.is_key_dtype(key.dtype)
+    assert not pytree.is_key_dtype(weak.dtype)
     for name in ("threefry2x32", "rbg", "unsafe_rbg"):
         made = jax.random.key(1, impl=name)
-        assert jax_private.implementation(made.dtype) == str(jax.random.key_impl(made)) == name
-        assert jax_private.key_shape(made.dtype) == jax.random.key_data(made).shape
+        assert pytree.implementation(made.dtype) == str(jax.random.key_impl(made)) == name
+        assert pytree.key_shape(made.dtype) == jax.random.key_data(made).shape
     strong = put(np.arange(8, dtype=np.float32), "x")
-    turned = jax_private.weakly_typed(strong)
+    turned = pytree.weakly_typed(strong)
     assert turned.weak_type
     assert not strong.weak_type
     assert turned.sharding == strong.sharding

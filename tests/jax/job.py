@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from reknit.monitor.phase import Deadline
+from reknit.events.phase import Deadline
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]

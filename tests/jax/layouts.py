@@ -17,8 +17,8 @@ import reknit
 from reknit.dataloader import SourceLoader
 from reknit.errors import StateError, UsageError
 from reknit.frameworks import registry
-from reknit.frameworks.jax.array_values import same as same_arrays
 from reknit.frameworks.per_rank import PerRank
+from reknit.integrations.jax.filling import same as same_arrays
 from reknit.types.manifest import Catalog
 from tests.jax import training
 

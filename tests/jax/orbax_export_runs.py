@@ -15,12 +15,12 @@ import torch
 from flax import linen, nnx
 
 import reknit
-from reknit.interop.import_foreign import import_checkpoint
-from reknit.interop.states.dcp_export import export_dcp
-from reknit.interop.states.npz_export import export_npz
-from reknit.interop.states.orbax_export import export_orbax
-from reknit.interop.states.torch_export import export_torch
-from tests.interop.checkpoints import every_dtype, random_bits, save_training
+from reknit.integrations.dcp.export import export_dcp
+from reknit.integrations.formats.import_ import import_checkpoint
+from reknit.integrations.numpy_gguf.export import export_npz
+from reknit.integrations.orbax.export import export_orbax
+from reknit.integrations.torch_save.export import export_torch
+from tests.integrations.formats.checkpoints import every_dtype, random_bits, save_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable

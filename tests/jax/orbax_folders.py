@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import reknit
 from reknit.errors import CorruptError, FormatError, MismatchError, StateError, UsageError
-from reknit.interop.import_foreign import import_checkpoint
+from reknit.integrations.formats.import_ import import_checkpoint
 from tests.jax.trees import raises
 
 

@@ -20,8 +20,8 @@ import orbax.checkpoint as real
 import pytest
 
 import reknit
-import reknit.integrations.orbax as ocp
 from reknit.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, UsageError
+from reknit.integrations import orbax as ocp
 from reknit.runs import load_step
 from tests.faults.nursery import wait_until
 from tests.jax.trees import raises
@@ -122,7 +122,7 @@ def check_a_manager_is_refused_while_another_run_lives_and_says_what_it_restores
     owner = Owner(folder)
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
+        patch.setattr("reknit.engine.stored.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
         raises(UsageError, "belongs to a run that lives", lambda: ocp.CheckpointManager(folder))
         assert owner.owns()
         patch.setattr(load_step.logger, "log", lambda level, text, *parts: lines.append(text % parts))

@@ -14,8 +14,8 @@ import orbax.checkpoint as real
 import pytest
 
 import reknit
-import reknit.integrations.orbax as ocp
-import reknit.integrations.orbax.v1 as v1
+from reknit.integrations import orbax as ocp
+from reknit.integrations.orbax import v1 as v1
 from tests.followed import said
 from tests.jax.orbax_trees import Iterator, IteratorArgs
 from tests.runs.owners import Owner
@@ -219,7 +219,7 @@ def check_a_folder_of_a_run_that_lives_is_read_and_taken_as_the_remedy_says(fold
         manager.save(3, args=ocp.args.StandardSave(tree()))
     owner = Owner(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
+        patch.setattr("reknit.engine.stored.heartbeat.time", SimpleNamespace(sleep=lambda _: owner.beat()))
         words = said(lambda: ocp.CheckpointManager(folder), "end that run first.*")
         assert "`read_only`" in words
         reading = ocp.CheckpointManagerOptions(read_only=True)

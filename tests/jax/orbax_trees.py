@@ -18,9 +18,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import reknit
-import reknit.integrations.orbax as ocp
-import reknit.integrations.orbax.v1 as v1
 from reknit.errors import CheckpointExistsError, MismatchError, UsageError
+from reknit.integrations import orbax as ocp
+from reknit.integrations.orbax import v1 as v1
 from tests.jax.trees import raises
 
 

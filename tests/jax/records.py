@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import reknit
 from reknit.errors import MismatchError
-from reknit.frameworks.jax.array_values import record_of
-from reknit.frameworks.same_value import same_value
+from reknit.frameworks.numbers import same_value
+from reknit.integrations.jax.filling import record_of
 from tests.jax.trees import raises
 
 

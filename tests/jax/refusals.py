@@ -15,7 +15,7 @@ from flax import nnx
 
 import reknit
 from reknit.errors import StateError
-from reknit.frameworks.jax import array_values
+from reknit.integrations.jax import filling
 from tests.jax.trees import raises
 
 OUTSIDE = "call save and load outside of functions that JAX transforms"
@@ -75,7 +75,7 @@ def check_a_load_that_fails_leaves_all_arrays_as_they_were(folder: str) -> None:
         raise RuntimeError("no keys today")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(array_values, "keys", fail)
+        patch.setattr(filling, "keys", fail)
         with pytest.raises(Exception, match="no keys today"):
             reknit.load(folder, target)
     assert all(target["w"][name] is array for name, array in before.items())

@@ -19,8 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from tests.megatron import gpt
-from tests.transforms.models.sizes import (
+from tests.integrations.hugging_face.sizes import (
     DENSE,
     EXPERTS,
     FFN,
@@ -33,6 +32,7 @@ from tests.transforms.models.sizes import (
     WORDS,
     words,
 )
+from tests.megatron import gpt
 
 if TYPE_CHECKING:
     from tests.megatron.layouts import Layout

@@ -6,8 +6,8 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import reknit
-from reknit.transforms import models
-from tests.transforms.models.sizes import PADDED
+from reknit.integrations import model_maps
+from tests.integrations.hugging_face.sizes import PADDED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def load(kind: str, layout: Layout, config: dict[str, Any], path: Path, again: P
     from tests.megatron import families
 
     model = families.build(kind, layout, seed=2)
-    rules = models.hugging_face_to_megatron(config, padded_vocab_size=PADDED, spec="local")
+    rules = model_maps.hugging_face_to_megatron(config, padded_vocab_size=PADDED, spec="local")
     report = reknit.load(path, {"model": model}, options=reknit.LoadOptions(transforms=rules))
     assert not report.missing
     assert not report.unexpected

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import CommitError, StateError
-from reknit.frameworks.megatron import dist_checkpointing, main_parameters, megatron_model, megatron_private
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk.walk import Place, World
+from reknit.integrations.megatron import flat_states, model, private
+from reknit.integrations.megatron import sharded as dist_checkpointing
 from reknit.types.box import Box
 from tests import ranks
 from tests.devices import run_simulated
@@ -47,8 +48,8 @@ def ranges(layout: Layout) -> None:
     trained = gpt.build(layout)
     covered: dict[int, int] = {}
     precisions: set[bool] = set()
-    for optimizer in megatron_private.chained(trained.optimizer, HERE):
-        for work in main_parameters.working(optimizer, HERE):
+    for optimizer in private.chained(trained.optimizer, HERE):
+        for work in flat_states.working(optimizer, HERE):
             mine = work.parameter.detach().reshape(-1)[work.start : work.start + work.numel]
             assert torch.equal(work.main.detach().reshape(-1).to(mine.dtype), mine)
             assert work.exact == (work.parameter.dtype == torch.bfloat16)
@@ -59,7 +60,7 @@ def ranges(layout: Layout) -> None:
             assert all(state.shape == work.main.shape for state in states.values())
             assert work.group["step"] == 2
             assert any(work.main is main for main in work.group["params"])
-            assert megatron_private.counts_in_group(work.inner)
+            assert private.counts_in_group(work.inner)
             covered[id(work.parameter)] = covered.get(id(work.parameter), 0) + work.numel
     parameters = [p for chunk in trained.chunks for p in chunk.parameters()]
     held = torch.tensor([covered.get(id(p), 0) for p in parameters])
@@ -84,12 +85,12 @@ def groups(layout: Layout) -> None:
 
     trained = gpt.build(layout, steps=0)
     world = World(dist.get_rank(), dist.get_world_size(), tuple(range(dist.get_world_size())))
-    ours = megatron_private.groups(world)
+    ours = private.groups(world)
     mine = {}
     for chunk in trained.chunks:
-        for _, sharded in megatron_private.described(chunk, HERE):
+        for _, sharded in private.described(chunk, HERE):
             if dist_checkpointing.is_tensor(sharded):
-                for one in megatron_model.held(sharded, HERE):
+                for one in model.held(sharded, HERE):
                     boxes = tuple(box for box, _ in one.part.held)
                     mine[one.name, boxes] = ours.copies(expert=one.expert, whole=one.whole)
     everyone: list[Any] = [None] * world.size
@@ -133,7 +134,7 @@ def transposing_factory() -> list[tuple[str, FlatPart]]:
         return torch.cat(parts, -2).transpose(-1, -2).reshape(hidden, -1)
 
     factory = ShardedTensorFactory(key, weight, build, merge, (0, 0, 0))
-    found = megatron_model.held(factory, HERE)
+    found = model.held(factory, HERE)
     memory = weight.detach().reshape(-1)
     for number, one in enumerate(found):
         assert one.name == f"decoder.layers.0.mlp.experts.local_experts.{first + number}.linear_fc1.weight"
@@ -280,9 +281,9 @@ def two_boxes(layout: Layout) -> list[tuple[Box, Box]]:
     from tests.megatron import gpt
 
     trained = gpt.build(layout, steps=0)
-    for key, sharded in megatron_private.described(trained.chunks[0], HERE):
+    for key, sharded in private.described(trained.chunks[0], HERE):
         if key == "decoder.layers.0.mlp.linear_fc1.weight":
-            (one,) = megatron_model.held(sharded, HERE)
+            (one,) = model.held(sharded, HERE)
             assert one.part.shape == (56, 24)
             return list(one.part.held)
     raise AssertionError("no such tensor")
@@ -316,7 +317,7 @@ def take(layout: Layout, checkpoint: Checkpoint) -> tuple[Any, list[Any]]:
         held = portable(collect(trained.state(), rank, world))
     pairs = []
     for optimizer in trained.optimizer.chained_optimizers:
-        for work in main_parameters.working(optimizer, HERE):
+        for work in flat_states.working(optimizer, HERE):
             part = work.parameter.detach().reshape(-1)[work.start : work.start + work.numel]
             pairs.append((part.clone(), work.main.detach().reshape(-1).clone()))
     return held, pairs
@@ -360,8 +361,8 @@ def change_precision(root: str) -> None:
 
 
 def works(trained: Any) -> list[Any]:
-    chain = megatron_private.chained(trained.optimizer, HERE)
-    return [work for optimizer in chain for work in main_parameters.working(optimizer, HERE)]
+    chain = private.chained(trained.optimizer, HERE)
+    return [work for optimizer in chain for work in flat_states.working(optimizer, HERE)]
 
 
 def test_a_training_in_full_precision_and_one_with_masters_take_each_others_checkpoints(

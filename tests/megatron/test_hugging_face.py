@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import reknit
-from reknit.transforms import models
+from reknit.integrations import model_maps
 from tests import ranks
+from tests.integrations.hugging_face import tiny
 from tests.megatron import family_jobs
 from tests.megatron.layouts import Layout
-from tests.transforms.models import tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
 
 def load_from_megatron(path: Path, kind: str) -> Any:
     model = tiny.build(kind, seed=3)
-    rules = models.megatron_to_hugging_face(model.config)
+    rules = model_maps.megatron_to_hugging_face(model.config)
     report = reknit.load(path, {"model": model}, options=reknit.LoadOptions(transforms=rules))
     assert not report.missing
     assert not report.unexpected

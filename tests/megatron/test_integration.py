@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import MismatchError, StateError, UsageError
-from reknit.integrations import megatron
+from reknit.integrations.megatron import script as megatron
 from tests import ranks
 from tests.megatron.layouts import Layout
 from tests.optional import needs

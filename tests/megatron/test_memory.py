@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import StateError
-from reknit.frameworks.megatron import main_parameters, megatron_private
 from reknit.frameworks.registry import collect
 from reknit.frameworks.walk.walk import Place
+from reknit.integrations.megatron import flat_states, private
 from tests import ranks
 from tests.megatron.layouts import Layout
 from tests.optional import needs
@@ -75,8 +75,8 @@ def counted(layout: Layout, folder: str) -> list[Any]:
     def groups(trained: Any) -> list[Any]:
         works = [
             work
-            for optimizer in megatron_private.chained(trained.optimizer, Place("o"))
-            for work in main_parameters.working(optimizer, Place("o"))
+            for optimizer in private.chained(trained.optimizer, Place("o"))
+            for work in flat_states.working(optimizer, Place("o"))
         ]
         return [work.group for work in works]
 
@@ -159,4 +159,4 @@ def test_a_leaf_that_is_a_flat_range_is_refused() -> None:
 def test_optimizers_of_torch_count_their_steps_in_the_states() -> None:
     for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop):
         made: Any = kind([torch.zeros(1)], lr=0.1)
-        assert not megatron_private.counts_in_group(made)
+        assert not private.counts_in_group(made)

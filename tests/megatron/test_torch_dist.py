@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import reknit
-from reknit.frameworks.megatron.gathered_states import with_keys
+from reknit.integrations.megatron.sharded import with_keys
 from tests import ranks
 from tests.megatron import torch_dist_jobs as jobs
 from tests.megatron.torch_dist_jobs import CUT_BY_MEGATRON, RESHAPED, SAVED

@@ -207,7 +207,7 @@ def save_and_load_by_buffers(root: str, name: str) -> Any:
     path = f"{root}/script-{name}"
     megatron.save(state, path, options=reknit.SaveOptions(durability="process", timeout_s=60))
     loaded = megatron.load(_prepared(layout, form or FULLY, more), path)
-    from reknit.frameworks.megatron.dist_checkpointing import unwrapped
+    from reknit.integrations.megatron.sharded import unwrapped
 
     return _unlike(unwrapped(state["optimizer"]), loaded["optimizer"], "")
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from reknit.monitor.records import PhaseRecord, StorageRecord
-from reknit.monitor.reports.recorded_operations import read_operations
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.records import PhaseRecord, StorageRecord
+from reknit.events.to_file import JsonLines
+from reknit.monitor.operations import read_operations
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reknit.monitor.records import Record
-    from reknit.monitor.reports.recorded_operations import RecordedOperation
+    from reknit.events.records import Record
+    from reknit.monitor.operations import RecordedOperation
 
 SLOW, FAILED = 13, 6
 """The slow rank and the failed one of `sixteen_ranks`."""

@@ -14,19 +14,19 @@ import pytest
 import reknit
 from reknit import sinks
 from reknit.errors import shown
-from reknit.monitor.outlet import CallingSink, Outlet
-from reknit.monitor.record_files import RecordFiles
-from reknit.monitor.records import PhaseRecord
+from reknit.events.outlet import CallingSink, Outlet
+from reknit.events.records import PhaseRecord
+from reknit.monitor.files import RecordFiles
+from tests.events.test_outlet import ends
 from tests.faults.nursery import wait_until
 from tests.monitor.records import phase
-from tests.monitor.test_outlet import ends
 from tests.resources import small_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from reknit.monitor.records import Record
+    from reknit.events.records import Record
 
 LIMIT_S = 60.0
 STATE = {"model": {"w": np.arange(1000, dtype=np.float32)}}

@@ -24,10 +24,10 @@ pytest.importorskip("starlette", reason="the dashboard needs starlette")
 pytest.importorskip("uvicorn", reason="the dashboard needs uvicorn")
 
 from reknit.errors import UsageError
-from reknit.monitor.dash import live_view as live
-from reknit.monitor.dash import web_server as web
-from reknit.monitor.dash.web_server import app
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.to_file import JsonLines
+from reknit.monitor import dash as live
+from reknit.monitor import dash as web
+from reknit.monitor.dash import app
 from tests.faults.nursery import wait_until
 from tests.monitor.records import of_rank as record
 from tests.page_checks import bad_contrasts, sticking_out
@@ -296,8 +296,8 @@ def test_only_so_many_connections_are_served(served: int, monkeypatch: pytest.Mo
 
 
 def test_wrong_arguments_say_what_is_wrong(folder: Path) -> None:
+    from reknit.cli import dash
     from reknit.cli.main import parser
-    from reknit.cli.reports import dash
 
     for argument, text in (
         ("nowhere", "no file or folder nowhere"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
-from reknit.monitor.reports import chrome_trace, recorded_operations
-from reknit.monitor.reports.chrome_trace import trace
-from reknit.monitor.reports.recorded_operations import EventFiles, read_operations
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.to_file import JsonLines
+from reknit.monitor import chrome_trace
+from reknit.monitor import operations as recorded_operations
+from reknit.monitor.chrome_trace import trace
+from reknit.monitor.operations import EventFiles, read_operations
 from tests.monitor.records import of_rank as record
 from tests.monitor.records import operation
 

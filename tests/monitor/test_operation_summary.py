@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from reknit.monitor.figures.critical_path import critical_path
-from reknit.monitor.figures.event_columns import OTHER, event_columns
-from reknit.monitor.figures.throughput import Limit, bytes_per_s, highest
-from reknit.monitor.reports.operation_summary import figures_of, summary
-from reknit.monitor.reports.terminal_summary import letters_of, sparkline, summary_lines
+from reknit.monitor.figures import OTHER, Limit, bytes_per_s, critical_path, event_columns, highest
+from reknit.monitor.summary import figures_of, letters_of, sparkline, summary, summary_lines
 from tests.monitor.records import of_rank as record
 from tests.monitor.records import operation as storage_record
 from tests.monitor.records import recorded
@@ -20,8 +17,8 @@ from tests.monitor.records import recorded
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reknit.monitor.records import PhaseRecord
-    from reknit.monitor.reports.recorded_operations import RecordedOperation
+    from reknit.events.records import PhaseRecord
+    from reknit.monitor.operations import RecordedOperation
 
 GIB = 1 << 30
 

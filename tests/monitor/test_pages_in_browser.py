@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reknit.monitor.reports.recorded_operations import read_operations
-from reknit.monitor.reports.report_page import page
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.to_file import JsonLines
+from reknit.monitor.operations import read_operations
+from reknit.monitor.page import report_page
 from tests.monitor.records import SLOW, recorded, sixteen_ranks
 from tests.monitor.records import of_rank as record
 from tests.monitor.records import operation as storage_record
@@ -35,7 +35,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     sixteen_ranks(folder)
     found = read_operations([str(folder), str(more)])
     shown = folder / "report.html"
-    shown.write_text(page(found.operations, run=found.run))
+    shown.write_text(report_page(found.operations, run=found.run))
     return shown.as_uri()
 
 
@@ -141,7 +141,7 @@ def test_thousands_of_ranks_are_shown_by_host_and_one_by_one(tab: Any, tmp_path:
         for n, name in enumerate(names)
     ]
     shown = tmp_path / "report.html"
-    shown.write_text(page([recorded(*events)]))
+    shown.write_text(report_page([recorded(*events)]))
     tab.set_viewport_size({"width": 1280, "height": 900})
     tab.goto(shown.as_uri())
     assert tab.locator("#rows").input_value() == "hosts"

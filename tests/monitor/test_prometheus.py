@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from reknit.monitor.records import WAITING
+from reknit.events.records import WAITING
 from reknit.sinks import Prometheus
 from tests.faults.nursery import wait_until
 from tests.monitor.records import of_rank, operation

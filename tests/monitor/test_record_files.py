@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.monitor.record_files import RecordFiles
-from reknit.monitor.records import PhaseRecord
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.records import PhaseRecord
+from reknit.events.to_file import JsonLines
+from reknit.monitor.files import RecordFiles
+from tests.events.test_outlet import ends
 from tests.monitor.records import BEGIN, phase
-from tests.monitor.test_outlet import ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import numpy as np
 
 import reknit
 from reknit import sinks
-from reknit.monitor.reports.recorded_operations import EventFiles, read_operations
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.to_file import JsonLines
+from reknit.monitor.operations import EventFiles, read_operations
 from tests.monitor.records import BEGIN, operation
 from tests.monitor.records import of_rank as record
 

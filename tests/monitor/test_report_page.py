@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reknit.monitor.page.page_file import content_policy, page_file, with_data
-from reknit.monitor.reports import report_page
-from reknit.monitor.reports.operation_detail import detail
-from reknit.monitor.reports.operation_summary import figures_of
-from reknit.monitor.reports.recorded_operations import read_operations
-from reknit.monitor.reports.report_page import page
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.to_file import JsonLines
+from reknit.monitor import page as report_page
+from reknit.monitor.operations import read_operations
+from reknit.monitor.page import content_policy, detail, page_file, with_data
+from reknit.monitor.page import report_page as page
+from reknit.monitor.summary import figures_of
 from tests.monitor.records import SLOW, recorded, sixteen_ranks
 from tests.monitor.records import of_rank as record
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reknit.errors import UsageError
-from reknit.monitor.reports.chrome_trace import trace
-from reknit.monitor.reports.phase_summary import summaries
-from reknit.monitor.reports.recorded_operations import EventFiles, read_operations
-from reknit.monitor.reports.report_text import headline, phase_rows, remarks
-from reknit.monitor.sinks.jsonl import JsonLines
+from reknit.events.to_file import JsonLines
+from reknit.monitor.chrome_trace import trace
+from reknit.monitor.operations import EventFiles, read_operations
+from reknit.monitor.text import headline, phase_rows, remarks, summaries
 from tests.monitor.records import FAILED, SLOW, sixteen_ranks
 from tests.monitor.records import of_rank as record
 

@@ -15,10 +15,10 @@ import reknit
 from reknit import sinks
 from reknit.cli.main import main
 from reknit.errors import MissingExtraError, StorageError
-from reknit.monitor.record_files import RecordFiles
-from reknit.monitor.record_losses import LostRecords
-from reknit.monitor.records import DroppedRecord, Record
-from reknit.monitor.reports.recorded_operations import read_operations
+from reknit.events.outlet import LostRecords
+from reknit.events.records import DroppedRecord, Record
+from reknit.monitor.files import RecordFiles
+from reknit.monitor.operations import read_operations
 from tests.monitor.records import operation, phase
 from tests.resources import small_disk
 
@@ -379,7 +379,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_many_saves_that_never_end_leave_little_behind() -> None:
-    from reknit.monitor.sinks.open_operations import OpenOperations
+    from reknit.monitor.opentelemetry import OpenOperations
 
     operations = OpenOperations()
     for step in range(1000):

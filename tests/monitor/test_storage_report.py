@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reknit.monitor.reports.event_rows import KnownNames, OperationRows
-from reknit.monitor.reports.repetitions import storage_figures
-from reknit.monitor.reports.storage_figures import (
+from reknit.monitor.files import KnownNames, OperationRows
+from reknit.monitor.storage_figures import (
     Bar,
     StorageFigures,
     error_texts,
     histogram,
     histogram_lines,
+    storage_figures,
     storage_rows,
     time_text,
 )
 from tests.monitor.records import operation
 
 if TYPE_CHECKING:
-    from reknit.monitor.records import StorageRecord
+    from reknit.events.records import StorageRecord
 
 
 def waited(rank: int, seconds: float, name: str = "write", **more: Any) -> StorageRecord:

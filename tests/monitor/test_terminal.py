@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from reknit.monitor.progress_display import terminal_line
+from reknit.events.progress import terminal_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ SAVE = """
 import sys
 import numpy as np
 import reknit
-from reknit.monitor import progress
+from reknit.events import progress
 from tests.storage.process_memory import ProcessMemory
 from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage

@@ -25,10 +25,10 @@ from hdfs_native import Client
 import reknit
 from reknit.errors import StoragePermissionError
 from reknit.options import MIB
-from reknit.storage.hdfs.store import HdfsStorage, open_hdfs
+from reknit.stores.hdfs.store import HdfsStorage, open_hdfs
 from reknit.testing.storage_suite import pattern
 from tests.nightly.kerberos import REALM, Kerberos
-from tests.storage.hdfs_probes import Cluster, hdfs_server
+from tests.stores.hdfs_probes import Cluster, hdfs_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tests.servers import STATE
-from tests.storage.hdfs_probes import Cluster, hdfs_server
+from tests.stores.hdfs_probes import Cluster, hdfs_server
 
 if TYPE_CHECKING:
     from pathlib import Path

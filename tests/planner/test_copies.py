@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reknit.planner.assemble import HOLDERS, differing, thinned
 from reknit.planner.columns import columns_of, merged
-from reknit.planner.copies import HOLDERS, differing, thinned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from reknit.types.shard import TensorSpec
 from tests.planner.test_tiling import cut
 
 if TYPE_CHECKING:
-    from reknit.types.plan import LoadPlan
+    from reknit.types.shard import LoadPlan
 
 FILES = 3
 Case = tuple[list[tuple[int, ...]], list[tuple[int, Box]], int]

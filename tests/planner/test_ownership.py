@@ -6,8 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.planner.ownership import TINY_NBYTES, owned_parts
-from reknit.planner.save import APART_NBYTES, FROZEN_FILE_NBYTES, PART_NBYTES, plan_save
+from reknit.planner.save import (
+    APART_NBYTES,
+    FROZEN_FILE_NBYTES,
+    PART_NBYTES,
+    TINY_NBYTES,
+    owned_parts,
+    plan_save,
+)
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
 from tests.running.examples import examples

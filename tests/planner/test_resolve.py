@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.planner import resolve
+from reknit.planner import save
 from reknit.planner.columns import Blocks
-from reknit.planner.resolve import OWN, blob_owners, shard_key, shard_owners
+from reknit.planner.save import OWN, blob_owners, shard_key, shard_owners
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
 from tests.planner.blocks import blocks_of
@@ -55,7 +55,7 @@ def test_every_key_gets_one_owner_when_there_are_too_many_to_deal_out(
     held: list[set[int]], bound: str, most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolve, bound, most)
+        patch.setattr(save, bound, most)
         check_one_holder(held)
 
 
@@ -77,7 +77,7 @@ def test_copies_are_spread_by_size() -> None:
 
 
 def test_more_copies_than_are_dealt_out_are_spread_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "DEALT", 10)
+    monkeypatch.setattr(save, "DEALT", 10)
     rng = np.random.default_rng(0)
     keys = rng.integers(-(1 << 63), (1 << 63) - 1, 4000)
     sizes = np.full(4000, 100)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.errors import ShortageError
-from reknit.processes.child import start_child
+from reknit.processes import start_child
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from reknit.errors import ShortageError, UsageError
-from reknit.processes import nameless, shared_memory
-from reknit.processes.nameless import map_file, nameless_file, write_at
+from reknit.processes import channel as nameless
+from reknit.processes import shared_memory
+from reknit.processes.channel import map_file, nameless_file, write_at
 from reknit.processes.shared_memory import HUGE_NBYTES, SharedMemory
 from tests.resources import mapped, open_files
 from tests.resources import shared_memory as shared_names

@@ -27,8 +27,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import reknit
 from reknit import Checkpointer, Cool, SaveOptions, Tier
+from reknit.comm.group import quietly
 from reknit.comm.meeting.rendezvous import FolderStore
-from reknit.comm.quiet import quietly
 from reknit.errors import CheckpointExistsError, ReknitError
 from reknit.options import CommOptions
 from reknit.policies import latest

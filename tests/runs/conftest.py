@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import reknit
-from reknit.engine.record import heartbeat
-from reknit.monitor.phase import CLOCK
+from reknit.engine.stored import heartbeat
+from reknit.events.phase import CLOCK
 from tests.runs.owners import LONG_S, Waits
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     """Replace the clock of this process, and let no thread beat by itself."""
     found = Waits()
     monkeypatch.setattr(heartbeat, "EVERY_S", LONG_S)
-    monkeypatch.setattr("reknit.engine.record.heartbeat.time", SimpleNamespace(sleep=found.sleep))
+    monkeypatch.setattr("reknit.engine.stored.heartbeat.time", SimpleNamespace(sleep=found.sleep))
     token = CLOCK.set(found)
     yield found
     CLOCK.reset(token)

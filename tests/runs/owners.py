@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from reknit.engine.record.heartbeat import Heartbeat
-from reknit.engine.record.run_record import newest_record, open_run
+from reknit.engine.stored.heartbeat import Heartbeat
+from reknit.engine.stored.run_record import newest_record, open_run
 from reknit.errors import StorageNotFoundError
 from reknit.format import paths
 from reknit.storage.registry import open_storage
@@ -48,11 +48,11 @@ class Waits:
 
 def act_as(patch: pytest.MonkeyPatch, host: str, pid: int, *, in_container: bool = False) -> None:
     """Let this process open folders as another one, of another host or of a container on this one."""
-    patch.setattr("reknit.engine.record.run_record._process", uuid.uuid4().hex)
+    patch.setattr("reknit.engine.stored.run_record._process", uuid.uuid4().hex)
     if in_container or host != socket.gethostname():
-        patch.setattr("reknit.engine.record.run_record._pids", lambda: "a boot.7")
-    patch.setattr("reknit.engine.record.run_record.socket.gethostname", lambda: host)
-    patch.setattr("reknit.engine.record.run_record.os.getpid", lambda: pid)
+        patch.setattr("reknit.engine.stored.run_record._pids", lambda: "a boot.7")
+    patch.setattr("reknit.engine.stored.run_record.socket.gethostname", lambda: host)
+    patch.setattr("reknit.engine.stored.run_record.os.getpid", lambda: pid)
 
 
 def has_ended(root: Storage, record: str) -> bool:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from reknit.options import Durability
     from reknit.storage.base import Storage
     from reknit.storage.wrappers.forwarding import Half
-    from reknit.types.saved_step import SavedStep
+    from reknit.types.manifest import SavedStep
 
 SCHEME = "schedule"
 _ENDLESS = 1 << 30
@@ -183,7 +183,7 @@ class Schedule:
 
     def live(self) -> None:
         """Run one job after another, and check the files after each; workers start no threads."""
-        with mock.patch.object(workers, "start", lambda worker: worker.run()):
+        with mock.patch.object(workers, "start_worker", lambda worker: worker.run()):
             self._live()
 
     def _live(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Tier
-from reknit.engine.stored.running_agents import AtWork
+from reknit.engine.stored.agents import AtWork
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -27,7 +27,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.policies import at, best, every, latest, on_preemption
-from reknit.runs import unfinished_saves
+from reknit.runs import pending_saves
 from reknit.testing.world import run_ranks
 from tests.runs.pieces import damage, numbers, resumed, saved, state
 
@@ -225,7 +225,7 @@ def test_whatever_agents_of_an_earlier_run_do_they_are_waited_for(
 ) -> None:
     """These agents write, or have not read their orders yet."""
     looks = [[AtWork(71, 0, f"{tmp_path}/7", 0.0)], [AtWork(71, 0, None, None)], []]
-    monkeypatch.setattr(unfinished_saves, "at_work", lambda root: looks.pop(0))
+    monkeypatch.setattr(pending_saves, "at_work", lambda root: looks.pop(0))
     assert resumed(tmp_path)[0] == 0
     assert looks == []
 
@@ -233,8 +233,8 @@ def test_whatever_agents_of_an_earlier_run_do_they_are_waited_for(
 def test_an_agent_that_stands_still_without_a_save_is_not_waited_for_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unfinished_saves, "at_work", lambda root: [AtWork(71, 0, None, None)])
-    monkeypatch.setattr(unfinished_saves, "_READ_S", 0.1)
+    monkeypatch.setattr(pending_saves, "at_work", lambda root: [AtWork(71, 0, None, None)])
+    monkeypatch.setattr(pending_saves, "_READ_S", 0.1)
     assert resumed(tmp_path)[0] == 0
     assert "still writing" not in caplog.text, "it may be one of another run"
 
@@ -242,9 +242,9 @@ def test_an_agent_that_stands_still_without_a_save_is_not_waited_for_for_long(
 def test_a_wait_for_agents_of_an_earlier_run_is_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unfinished_saves, "at_work", lambda root: [AtWork(71, 0, None, None)])
-    monkeypatch.setattr(unfinished_saves, "_READ_S", 0.3)
-    monkeypatch.setattr(unfinished_saves, "_SILENT_S", 0.0)
+    monkeypatch.setattr(pending_saves, "at_work", lambda root: [AtWork(71, 0, None, None)])
+    monkeypatch.setattr(pending_saves, "_READ_S", 0.3)
+    monkeypatch.setattr(pending_saves, "_SILENT_S", 0.0)
     with caplog.at_level(logging.INFO), Checkpointer(tmp_path) as run:
         run.resume(state())
     assert "waiting up to 0 s for agents of an earlier run on this host" in caplog.text

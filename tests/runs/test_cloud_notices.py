@@ -11,8 +11,8 @@ import pytest
 import reknit
 from reknit.errors import UsageError
 from reknit.policies import every, on_preemption
-from reknit.runs.notices import cloud_notices
-from reknit.runs.notices.cloud_notices import CloudNotices
+from reknit.runs import preemption
+from reknit.runs.preemption import CloudNotices
 from tests.faults.nursery import wait_until
 from tests.storage.local_server import LocalServer
 
@@ -69,9 +69,9 @@ HEADERS = {
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setattr(cloud_notices, "POLL_S", 0.01)
+    monkeypatch.setattr(preemption, "POLL_S", 0.01)
     with Service(HEADERS[request.param]) as made:
-        monkeypatch.setitem(cloud_notices.SERVICES, request.param, made.address)
+        monkeypatch.setitem(preemption.SERVICES, request.param, made.address)
         yield made
 
 

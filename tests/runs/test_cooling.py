@@ -10,7 +10,7 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Cool, Tier
-from reknit.engine.memory.pace import Pace
+from reknit.engine.memory.workers import Pace
 from reknit.errors import StorageError, UsageError
 from reknit.policies import every, latest
 from reknit.runs import cadence, cooling

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit import calls, ranks
-from reknit.engine.background.trainer import agent_link
+from reknit.api import checks, ranks
+from reknit.engine.background import link
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import agents_of, send, wait_until
 from tests.storage.process_memory import ProcessMemory
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reknit.comm.group import Group
-    from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
+    from reknit.engine.background.session import AgentSupervisor
 
 LIMIT_S = 60.0
 
@@ -36,7 +36,7 @@ def _clean() -> Iterator[None]:
 
 
 def supervisor_of(group: Group | None = None) -> AgentSupervisor:
-    return calls.backgrounds[group or ranks.alone()][True].supervisor
+    return checks.backgrounds[group or ranks.alone()][True].supervisor
 
 
 def state_of(value: float = 0.0) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_no_agent_starts_for_a_run_that_has_no_use_for_one(tmp_path: Path, where
 
 
 def test_an_agent_that_ends_before_it_joins_the_others_is_replaced(tmp_path: Path) -> None:
-    with calls.agents_for([tmp_path], "first", options=reknit.SaveOptions(), group=ranks.alone()):
+    with checks.agents_for([tmp_path], "first", options=reknit.SaveOptions(), group=ranks.alone()):
         wait_until(lambda: agents_of(os.getpid()), LIMIT_S)  # /proc shows its arguments a moment late
         (early,) = agents_of(os.getpid())
         send(early)
@@ -105,7 +105,7 @@ def test_an_agent_that_does_not_start_is_a_warning_and_the_error_of_the_first_sa
 def test_an_agent_of_one_rank_that_does_not_start_is_an_error_on_all_and_the_next_save_is_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    starts = agent_link.AgentLink.__init__
+    starts = link.AgentLink.__init__
     failing = {1}
 
     def start(self: Any, rank: int, **options: Any) -> None:
@@ -113,7 +113,7 @@ def test_an_agent_of_one_rank_that_does_not_start_is_an_error_on_all_and_the_nex
             raise OSError("no more processes")
         starts(self, rank, **options)
 
-    monkeypatch.setattr(agent_link.AgentLink, "__init__", start)
+    monkeypatch.setattr(link.AgentLink, "__init__", start)
     both_are_here = threading.Barrier(2)
     caplog.set_level(logging.WARNING, "reknit")
 
@@ -137,7 +137,7 @@ def test_an_interrupt_while_an_agent_starts_is_raised_and_leaves_none(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(agent_link.AgentLink, "send", interrupted)
+    monkeypatch.setattr(link.AgentLink, "send", interrupted)
     run = reknit.Checkpointer(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run.resume(state_of())
@@ -165,7 +165,7 @@ def test_a_resume_that_fails_leaves_the_agent_to_the_first_save(tmp_path: Path) 
 def test_an_interrupt_of_one_rank_while_its_agent_starts_is_not_waited_for_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = agent_link.AgentLink.send
+    send = link.AgentLink.send
 
     def interrupted(self: Any, *message: Any) -> None:
         if self.rank == 1:
@@ -173,7 +173,7 @@ def test_an_interrupt_of_one_rank_while_its_agent_starts_is_not_waited_for_by_ot
             raise KeyboardInterrupt
         send(self, *message)
 
-    monkeypatch.setattr(agent_link.AgentLink, "send", interrupted)
+    monkeypatch.setattr(link.AgentLink, "send", interrupted)
     both_have_ended = threading.Barrier(2)
 
     def rank(group: Group) -> None:

@@ -21,9 +21,8 @@ from reknit.comm.group import SoloGroup, turn
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import CommError, ShortageError
 from reknit.policies import at, on_preemption
-from reknit.runs import agreement
-from reknit.runs.notices import early_rounds
-from reknit.runs.notices.early_rounds import EarlyRounds
+from reknit.runs import agreement, preemption
+from reknit.runs.preemption import EarlyRounds
 from reknit.testing.world import run_ranks
 from tests import ranks
 from tests.faults.nursery import wait_until
@@ -39,7 +38,7 @@ STATE = {"model": {"w": np.arange(10.0)}}
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_rounds, "LOOK_S", 0.02)
+    monkeypatch.setattr(preemption, "LOOK_S", 0.02)
 
 
 def in_step(step: int, group: Group) -> None:
@@ -79,7 +78,7 @@ def test_a_notice_stops_a_run_a_few_steps_later_though_the_steps_become_a_hundre
 
 def train_until_preempted(folder: str) -> tuple[int, str | None]:
     """Train quick steps until a signal to one rank, and then slow ones; return the last step."""
-    early_rounds.LOOK_S = 0.05
+    preemption.LOOK_S = 0.05
     rank = dist.get_rank()
     noticed = torch.zeros(1)
     with Checkpointer(folder, save=at(5000) | on_preemption()) as run:
@@ -187,7 +186,7 @@ def test_a_rank_that_can_start_no_thread_lets_the_others_go_on(monkeypatch: pyte
 
     first, second = thread_groups(2)
     early = EarlyRounds(first, lambda: True, LIMIT_S)
-    monkeypatch.setattr(early_rounds, "start_thread", refuse)
+    monkeypatch.setattr(preemption, "start_thread", refuse)
     with pytest.raises(ShortageError):
         EarlyRounds(second, lambda: True, LIMIT_S)
     assert not any(early.begins() for _ in range(100))

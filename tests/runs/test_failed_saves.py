@@ -10,8 +10,8 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, SaveOptions
-from reknit.engine.call_reports import SaveReport
 from reknit.engine.outcome import PendingSave, SaveOutcome
+from reknit.engine.reports import SaveReport
 from reknit.errors import StorageError, StorageFullError
 from reknit.policies import every, latest, on_preemption
 from reknit.runs.pending_saves import PendingSaves

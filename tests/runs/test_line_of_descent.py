@@ -11,7 +11,7 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Tier
-from reknit.engine.record.run_record import read_line
+from reknit.engine.stored.run_record import read_line
 from reknit.errors import FencedError, StorageError
 from reknit.policies import best, every, latest, on_preemption
 from reknit.runs.retention import Retention
@@ -244,6 +244,6 @@ def test_a_run_that_replaces_later_steps_gives_them_up_before_they_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 10, 20, 30)
-    monkeypatch.setattr("reknit.runs.later_steps.delete_moved", lambda *_: None)  # it died before it did
+    monkeypatch.setattr("reknit.runs.folder.delete_moved", lambda *_: None)  # it died before it did
     saved(tmp_path, 15, later_steps="replace")
     assert resumed(tmp_path) == (16, 15.0)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import reknit
 from reknit import Checkpointer, PerRank
 from reknit.errors import CheckpointExistsError, MismatchError, UsageError
-from reknit.integrations.trainer_parts import lightning_folder
+from reknit.integrations.lightning import step as lightning_folder
 from reknit.policies import every
 from reknit.testing.world import run_ranks
 from tests.runs.pieces import numbers, resumed, saved, state

@@ -19,9 +19,9 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Tier
-from reknit.engine.record import heartbeat, run_record
-from reknit.engine.record.heartbeat import EVERY_S, STALE_S, Heartbeat
-from reknit.engine.record.run_record import newest_if_ended, newest_record
+from reknit.engine.stored import heartbeat, run_record
+from reknit.engine.stored.heartbeat import EVERY_S, STALE_S, Heartbeat
+from reknit.engine.stored.run_record import newest_if_ended, newest_record
 from reknit.errors import (
     FencedError,
     StorageFullError,
@@ -30,8 +30,8 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.format import paths
-from reknit.runs import run_folder
-from reknit.runs.later_steps import refuse_living
+from reknit.runs import folder
+from reknit.runs.folder import refuse_living
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import factories, open_storage
 from reknit.storage.wrappers.retrying import with_retries
@@ -197,7 +197,7 @@ def test_a_process_that_may_live_is_followed_once_its_beats_are_missing(
 
     followed(1)  # of this host
     followed(1 << 80)  # a number that no process can have
-    monkeypatch.setattr("reknit.engine.record.run_record._pids", lambda: None)
+    monkeypatch.setattr("reknit.engine.stored.run_record._pids", lambda: None)
     followed(1 << 22)  # a process whose numbers are unknown is not called dead
 
 
@@ -468,7 +468,7 @@ def test_beats_are_neither_repeated_nor_flushed(tmp_path: Path, monkeypatch: pyt
         return LocalStorage(tmp_path, durability=durability)
 
     monkeypatch.setitem(factories, "far", with_retries(resumes=True)(factory))
-    assert isinstance(run_folder.open_for_beats("far://there"), LocalStorage)
+    assert isinstance(folder.open_for_beats("far://there"), LocalStorage)
     assert opened == [("far://there", "process")]
 
 

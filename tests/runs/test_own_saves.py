@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit import ranks
+from reknit.api import ranks
 from reknit.errors import UsageError
 from tests.faults.nursery import agent_of, stopped
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reknit
-from reknit.engine.call_reports import SaveReport
 from reknit.engine.outcome import PendingSave, SaveOutcome
+from reknit.engine.reports import SaveReport
 from reknit.errors import DeadlineError, ShortageError, SkippedError, StorageFullError
 from reknit.options import PromotionTarget
 from reknit.policies.policy import policy_of

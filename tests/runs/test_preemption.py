@@ -16,7 +16,7 @@ from reknit import Checkpointer
 from reknit.errors import UsageError
 from reknit.policies import at, on_preemption
 from reknit.policies.save_policies import OnPreemption
-from reknit.runs.notices.preemption import Notices
+from reknit.runs.preemption import Notices
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:

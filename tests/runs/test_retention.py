@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record.at_path import committed
-from reknit.engine.record.checkpoint_notes import RenewedHold
+from reknit.engine.stored.at_path import committed
+from reknit.engine.stored.notes import RenewedHold
 from reknit.engine.stored.steps import described
 from reknit.errors import StoragePermissionError
 from reknit.policies import at, best, latest, without

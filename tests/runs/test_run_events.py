@@ -11,9 +11,9 @@ import pytest
 from reknit import Checkpointer, Cool, SaveOptions, Tier, sinks
 from reknit.cli.main import main
 from reknit.errors import CorruptError, StoragePermissionError
-from reknit.monitor.records import PhaseRecord, StorageRecord
-from reknit.monitor.reports.recorded_operations import read_operations
-from reknit.monitor.reports.report_page import content
+from reknit.events.records import PhaseRecord, StorageRecord
+from reknit.monitor.operations import read_operations
+from reknit.monitor.page import content
 from reknit.policies import every, latest, on_preemption, without
 from reknit.runs import retention
 from tests.runs.pieces import damage, resumed, saving, state

@@ -17,10 +17,11 @@ import pytest
 import reknit
 from reknit import Checkpointer, CheckpointExistsError, Tier
 from reknit.comm.group import SoloGroup
-from reknit.engine.record.commit import put_manifest
-from reknit.engine.record.line import Branch, Line
-from reknit.engine.record.marker import Marker, take_marker
-from reknit.engine.record.run_record import (
+from reknit.engine.stored.commit import put_manifest
+from reknit.engine.stored.marker import Marker, take_marker
+from reknit.engine.stored.run_record import (
+    Branch,
+    Line,
     Run,
     folder_above,
     newest_record,
@@ -38,7 +39,7 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.format import paths
-from reknit.runs import run_folder
+from reknit.runs import folder as run_folder
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 from tests.runs.owners import act_as

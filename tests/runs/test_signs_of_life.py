@@ -12,8 +12,8 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, SaveOptions, Tier
-from reknit.engine.record.heartbeat import STALE_S, Heartbeat
-from reknit.engine.record.run_record import newest_record
+from reknit.engine.stored.heartbeat import STALE_S, Heartbeat
+from reknit.engine.stored.run_record import newest_record
 from reknit.errors import StorageError, StorageUnavailableError, UsageError
 from reknit.format import paths
 from reknit.storage.local.store import LocalStorage

@@ -9,7 +9,7 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, SaveOptions, Tier
-from reknit.engine.background import agent_promotions
+from reknit.engine.background import promotions
 from reknit.errors import UsageError
 from reknit.policies import at, best, every, latest, on_preemption, without
 from reknit.runs import cadence
@@ -174,7 +174,7 @@ def test_all_tiers_together_take_the_memory_of_one_save(
 
         monkeypatch.setattr(module, name, copy)
 
-    noted(agent_promotions, "promote_saved")
+    noted(promotions, "promote_saved")
     noted(cadence, "promote_alone")
     options = SaveOptions(durability="process", threads=1, inflight_nbytes=48 << 20)
     a, b, c, d, e = ("process://tiers/" + name for name in "abcde")

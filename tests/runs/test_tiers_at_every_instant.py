@@ -10,7 +10,7 @@ import pytest
 
 import reknit
 from reknit import Checkpointer, Tier
-from reknit.engine.record.checkpoint_notes import held_by
+from reknit.engine.stored.notes import held_by
 from reknit.errors import StorageError
 from reknit.policies import latest
 from reknit.storage.local.store import LocalStorage

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.record.at_path import committed
-from reknit.engine.record.removals import Removal
+from reknit.engine.stored.at_path import committed
+from reknit.engine.stored.removals import Removal
 from reknit.errors import CheckpointNotFoundError, CorruptError, StoragePermissionError, UsageError
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
 from reknit.comm.rank_messages import Outcome, Report, decode, encode
-from reknit.comm.tree.effects import Decide, Notify, RoundDone, SendOutcome, SendReport, Warn
-from reknit.comm.tree.machine import RoundMachine
+from reknit.comm.tree.machine import Decide, Notify, RoundDone, RoundMachine, SendOutcome, SendReport, Warn
 from reknit.errors import from_wire
 from tests.simulation.network import Broken, Left, Message, ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.group import Call
-    from reknit.comm.topology import Topology
-    from reknit.comm.tree.effects import Effect
+    from reknit.comm.group import Call, Topology
+    from reknit.comm.tree.machine import Effect
     from reknit.errors import ReknitError
     from tests.simulation.network import Network
     from tests.simulation.process import Process

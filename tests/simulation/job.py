@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from reknit.engine.record import marker, removals
-from reknit.engine.saving import write
+from reknit.engine.memory import write
 from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
+from reknit.engine.saving.task import SaveJob
+from reknit.engine.stored import marker, removals
 from reknit.errors import ReknitError
+from reknit.events.phase import Recorder
 from reknit.format import paths
-from reknit.monitor.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.types.box import Box
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.workers import Arena
     from reknit.storage.base import Storage
     from tests.simulation.group import SimGroup
 

@@ -14,8 +14,8 @@ from random import Random
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from reknit.comm.topology import Topology
-from reknit.monitor.phase import CLOCK
+from reknit.comm.group import Topology
+from reknit.events.phase import CLOCK
 from reknit.testing.faulty_storage import FaultyStorage
 from tests.simulation.clock import Schedule, Violation
 from tests.simulation.faults import (

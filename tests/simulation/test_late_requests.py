@@ -16,17 +16,17 @@ import pytest
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine.record import commit, late_commits, marker, removals
-from reknit.engine.record.at_path import committed
-from reknit.engine.record.file_checks import whole_manifest
-from reknit.engine.record.marker import Marker, begun_in
-from reknit.engine.record.recognising import has_tombstone
-from reknit.engine.small_files import Written
+from reknit.engine.memory.write import Written
+from reknit.engine.stored import commit, marker, removals
+from reknit.engine.stored import commit as late_commits
 from reknit.engine.stored import delete as stored_delete
-from reknit.engine.stored import pending
-from reknit.engine.stored.copy_files import Promotion
+from reknit.engine.stored import leftovers as pending
+from reknit.engine.stored.at_path import committed
+from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.leftovers import leftovers, remove
-from reknit.engine.stored.promote import promote
+from reknit.engine.stored.marker import Marker, begun_in
+from reknit.engine.stored.promote import Promotion, promote
+from reknit.engine.stored.recognising import has_tombstone
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -35,9 +35,9 @@ from reknit.errors import (
     UndecidedError,
     UsageError,
 )
+from reknit.events.phase import Recorder
+from reknit.format.manifest_file import encode_tombstone
 from reknit.format.paths import index_path
-from reknit.format.tombstone import encode_tombstone
-from reknit.monitor.phase import Recorder
 from reknit.options import CommOptions, SaveOptions
 from reknit.storage.base import LONGEST_REQUEST_S
 from reknit.storage.registry import open_storage, register

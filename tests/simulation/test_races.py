@@ -11,9 +11,9 @@ import pytest
 
 from reknit.comm.group import SoloGroup
 from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
+from reknit.engine.saving.task import SaveJob
 from reknit.errors import CheckpointExistsError, FencedError, ReknitError, StorageNotFoundError
-from reknit.monitor.phase import CLOCK, Recorder
+from reknit.events.phase import CLOCK, Recorder
 from reknit.options import SaveOptions
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec

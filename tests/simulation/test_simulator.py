@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.rank_messages import Outcome
-    from reknit.comm.tree.effects import Effect
+    from reknit.comm.tree.machine import Effect
 
 
 def outcomes(*faults: object, number: int = 0, ranks: int = 5, **more: object) -> dict[int, str]:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reknit.errors import StorageError
-from reknit.storage.local.direct import LARGE_NBYTES, PAGE
 from reknit.storage.local.store import LocalStorage
+from reknit.storage.local.writer import LARGE_NBYTES, PAGE
 from tests.resources import open_files
 from tests.running.examples import examples
 from tests.storage.test_local import held_write

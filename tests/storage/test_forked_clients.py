@@ -79,7 +79,7 @@ def test_the_agent_of_a_forked_process_saves_to_an_object_store(bucket: str) -> 
 def test_a_process_forked_after_arrays_of_zarr_were_read_is_refused_and_not_ended(tmp_path: Path) -> None:
     import tensorstore
 
-    from reknit.storage.tensor_store import ZarrArrays
+    from reknit.integrations.formats.derived import ZarrArrays
 
     place = {"driver": "file", "path": f"{tmp_path}/a/"}
     tensorstore.open({"driver": "zarr", "kvstore": place}, create=True, dtype="int8", shape=[4]).result()
@@ -92,8 +92,8 @@ def test_a_process_forked_after_arrays_of_zarr_were_read_is_refused_and_not_ende
 HDFS = """
 import sys
 from reknit.errors import ReknitError
-from reknit.storage.hdfs.client import HdfsClient
-from reknit.storage.hdfs.config import parse_url
+from reknit.stores.hdfs.client import HdfsClient
+from reknit.stores.hdfs.config import parse_url
 from tests.forks import in_fork
 
 client = HdfsClient(parse_url(sys.argv[1]))
@@ -129,8 +129,8 @@ def test_a_process_forked_before_a_request_to_hdfs_connects_anew_and_after_it_is
 
 @needs("hdfs_native", "hdfs-native")
 def test_a_forked_process_may_drop_its_parents_hdfs_clients() -> None:
-    from reknit.storage.hdfs.client import HdfsClient
-    from reknit.storage.hdfs.config import parse_url
+    from reknit.stores.hdfs.client import HdfsClient
+    from reknit.stores.hdfs.config import parse_url
 
     place = parse_url(f"hdfs://127.0.0.1:{free_port()}/x?timeout_s=5")
     made: list[HdfsClient] = []

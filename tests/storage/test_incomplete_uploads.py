@@ -67,7 +67,7 @@ def test_all_are_found_however_many_answers_that_takes(storage: ObjectStorage) -
     paths = sorted(f"model/{rank:05d}.0123abcd.safetensors" for rank in range(5))
     for path in paths:
         upload_begun(storage, path)
-    from reknit.storage.object.incomplete_uploads import Uploads
+    from reknit.storage.object.upload import Uploads
 
     reported = Uploads(storage.place, storage.options)
     asked: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ def test_an_interrupt_while_an_object_is_finished_aborts_its_upload(
 def test_what_goes_wrong_is_told_as_by_every_store(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reknit.storage.object.incomplete_uploads import Uploads
+    from reknit.storage.object.upload import Uploads
 
     cases: list[tuple[str, dict[str, str], type[StorageError]]] = [
         ("s3://no-such-bucket/x", {}, StorageError),
@@ -129,7 +129,7 @@ def test_what_goes_wrong_is_told_as_by_every_store(
 def test_the_endpoint_is_found_by_the_names_that_the_other_client_knows(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reknit.storage.object.incomplete_uploads import Uploads
+    from reknit.storage.object.upload import Uploads
 
     endpoint = environment("s3")["AWS_ENDPOINT_URL"]
     monkeypatch.delenv("AWS_ENDPOINT_URL")

@@ -12,10 +12,9 @@ import pytest
 import reknit
 from reknit.errors import ReknitError, StorageError, StorageNotFoundError, StoragePermissionError
 from reknit.storage.local import folders
-from reknit.storage.local.memory import MemoryStorage
-from reknit.storage.local.nofollow import inside, open_below
+from reknit.storage.local.folders import inside, open_below
+from reknit.storage.local.memory import MemoryStorage, SweptFolder
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.local.sweep import SweptFolder
 from reknit.storage.registry import open_storage
 from reknit.testing.storage_suite import listed, read, write
 

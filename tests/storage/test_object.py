@@ -17,9 +17,8 @@ pytest.importorskip("obstore", reason="the object stores need obstore")
 
 from reknit.errors import StorageError, StorageNotFoundError, StoragePermissionError, UsageError
 from reknit.options import MIB
-from reknit.storage.object.client import ObjectOptions, parse_url
-from reknit.storage.object.errors import plain, translated
-from reknit.storage.object.own_writes import look
+from reknit.storage.object.client import ObjectOptions, parse_url, plain, translated
+from reknit.storage.object.conditions import look
 from reknit.storage.object.store import ObjectStorage
 from reknit.storage.object.upload import MAX_PARTS, part_size
 from reknit.storage.registry import open_storage

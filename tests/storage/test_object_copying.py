@@ -9,7 +9,7 @@ import pytest
 from reknit.errors import StorageUnavailableError
 from reknit.storage.object.client import ObjectOptions, connect, parse_url
 from reknit.storage.object.store import ObjectStorage
-from reknit.storage.object.writer import copied
+from reknit.storage.object.upload import copied
 from tests.storage.tiny_s3 import TinyS3
 
 if TYPE_CHECKING:

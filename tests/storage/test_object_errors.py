@@ -13,10 +13,9 @@ pytest.importorskip("obstore", reason="the object stores need obstore")
 from obstore import exceptions
 
 from reknit.errors import StorageUnavailableError
-from reknit.monitor.phase import now
-from reknit.storage.object import incomplete_uploads
-from reknit.storage.object.client import ObjectOptions, connect, parse_url
-from reknit.storage.object.errors import as_ours
+from reknit.events.phase import now
+from reknit.storage.object import upload
+from reknit.storage.object.client import ObjectOptions, as_ours, connect, parse_url
 from tests.servers import environment, new_url
 
 SCRIPT = """
@@ -63,9 +62,9 @@ def test_the_time_of_a_bucket_that_takes_no_object_is_that_of_this_host(
         def refused(*_: object, status: str = status) -> float:
             raise failed(status)
 
-        monkeypatch.setattr(incomplete_uploads, "moment_of", refused)
+        monkeypatch.setattr(upload, "moment_of", refused)
         before = now()
-        assert before <= incomplete_uploads.moment(connect(place, ObjectOptions(region="r")), place) <= now()
+        assert before <= upload.moment(connect(place, ObjectOptions(region="r")), place) <= now()
 
 
 def test_a_failure_of_the_server_may_pass() -> None:

@@ -15,7 +15,7 @@ from reknit.errors import (
     StorageNotFoundError,
     StoragePermissionError,
 )
-from reknit.storage.local import space
+from reknit.storage.local import os_errors
 from reknit.storage.local.os_errors import typed
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import write
@@ -115,5 +115,5 @@ def test_a_file_system_without_room_for_names_is_not_said_to_have_free_bytes(
     found = list(os.statvfs(tmp_path))
     found[5:8] = [100, 0, 0]  # files, free files, free files for a user
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(found))
-    assert "inodes" in space.making_room(str(tmp_path))
-    assert "bytes are free" not in space.making_room(str(tmp_path))
+    assert "inodes" in os_errors.making_room(str(tmp_path))
+    assert "bytes are free" not in os_errors.making_room(str(tmp_path))

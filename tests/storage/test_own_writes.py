@@ -18,7 +18,7 @@ from obstore import exceptions
 
 import reknit
 from reknit.errors import StorageError
-from reknit.monitor.phase import retries
+from reknit.events.phase import retries
 from reknit.options import MIB
 from reknit.storage.base import CopiesFiles, Sweepable
 from reknit.storage.object import client as clients

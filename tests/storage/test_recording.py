@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.errors import StorageError
-from reknit.monitor.outlet import CallingSink, Outlet
-from reknit.monitor.phase import Recorder
-from reknit.monitor.records import Record, StorageRecord
+from reknit.events.outlet import CallingSink, Outlet
+from reknit.events.phase import Recorder
+from reknit.events.records import Record, StorageRecord
 from reknit.storage.base import PerHost
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage

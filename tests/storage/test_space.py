@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reknit.storage.local import space
-from reknit.storage.local.space import free_nbytes, in_memory, making_room, reserve
+from reknit.storage.local import os_errors
+from reknit.storage.local.os_errors import free_nbytes, in_memory, making_room, reserve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_file_system_that_cannot_allocate_is_never_made_to_imitate_it(
         "22 27 0:9999 / /other rw - ext4 none rw\n"
         f"23 27 {os.major(device)}:{os.minor(device)} / / rw shared:1 - lustre server:/fs rw\n"
     )
-    monkeypatch.setattr(space, "_MOUNTS", str(mounts))
+    monkeypatch.setattr(os_errors, "_MOUNTS", str(mounts))
     with open(tmp_path / "x", "wb") as file:
         reserve(file.fileno(), str(tmp_path), 1 << 20)
         assert os.fstat(file.fileno()).st_size == 0
@@ -46,7 +46,7 @@ def test_a_file_that_does_not_fit_is_refused_with_the_bytes_needed_and_free(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(space, "_filesystem", lambda _: "ext4" if at_once else "nfs")
+    monkeypatch.setattr(os_errors, "_filesystem", lambda _: "ext4" if at_once else "nfs")
     needed = 1 << 60
     with open(tmp_path / "x", "wb") as file:
         with pytest.raises(OSError, match=rf": {needed:,} bytes are needed, and [\d,]+ are free") as caught:
@@ -57,14 +57,14 @@ def test_a_file_that_does_not_fit_is_refused_with_the_bytes_needed_and_free(
 def test_a_system_without_mount_table_only_compares_the_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "_MOUNTS", str(tmp_path / "missing"))
+    monkeypatch.setattr(os_errors, "_MOUNTS", str(tmp_path / "missing"))
     with open(tmp_path / "x", "wb") as file:
         reserve(file.fileno(), str(tmp_path), 1 << 20)
         assert os.fstat(file.fileno()).st_size == 0
 
 
 def test_nothing_is_reserved_for_an_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "_MOUNTS", None)
+    monkeypatch.setattr(os_errors, "_MOUNTS", None)
     with open(tmp_path / "x", "wb") as file:
         reserve(file.fileno(), str(tmp_path), 0)
 
@@ -88,7 +88,7 @@ def test_what_helps_a_full_memory_is_another_thing_than_what_helps_a_full_disk(
         mounts = tmp_path / "mountinfo"
         device = os.stat(tmp_path).st_dev
         mounts.write_text(f"23 27 {os.major(device)}:{os.minor(device)} / / rw - {kind} none rw\n")
-        monkeypatch.setattr(space, "_MOUNTS", str(mounts))
+        monkeypatch.setattr(os_errors, "_MOUNTS", str(mounts))
         missing = str(tmp_path / "not" / "there")
         assert in_memory(missing) == memory
         assert making_room(missing).startswith("this is host memory") == memory

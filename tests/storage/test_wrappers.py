@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
-from reknit.monitor.phase import monotonic
+from reknit.events.phase import monotonic
 from reknit.storage import registry
 from reknit.storage.base import HasMoved
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.registry import recorded
-from reknit.storage.wrappers.moved import MovedStorage
+from reknit.storage.registry import MovedStorage, recorded
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.testing.faulty_storage import Fault, FaultyStorage
-from reknit.testing.metered import MeteredStorage
+from reknit.testing.metered import MeteredStorage, Pace, ThrottledStorage
 from reknit.testing.storage_suite import pattern, read, write
-from reknit.testing.throttled import Pace, ThrottledStorage
 from tests.storage.process_memory import ProcessMemory
 from tests.storage.test_contract import LocalSuite, OneRowOfAKind
 from tests.storage.test_recording import Recorded

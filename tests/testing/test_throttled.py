@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from reknit.errors import UsageError
-from reknit.monitor.phase import monotonic
-from reknit.testing.throttled import Pace, ThrottledStorage
+from reknit.events.phase import monotonic
+from reknit.testing.metered import Pace, ThrottledStorage
 from tests.storage.process_memory import ProcessMemory
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import reknit
-from reknit.engine.background.trainer import deferred
+from reknit.engine.background import snapshot
 from tests.accelerator.test_accelerator_training import joined
 from tests.devices import run_simulated
 from tests.running.examples import is_night
@@ -93,7 +93,7 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 def save_and_load(layouts: tuple[str, ...], folder: str, device_type: str, num_seeds: int) -> dict[str, Any]:
     """Return the names that differ, by checkpoint, and the number of deferred shards, by layout."""
     device, place, rank = joined(device_type)
-    deferred.SMALL_NBYTES = 64  # tensors that can be watched are copied later, although the model is small
+    snapshot.SMALL_NBYTES = 64  # tensors that can be watched are copied later, although the model is small
     lengths = lengths_of_deferred()
     found = dict[str, Any]()
     for layout in layouts:
@@ -133,13 +133,13 @@ def saved(path: str, trained: models.Trained, stage: Any, seed: int) -> tuple[st
 
 def lengths_of_deferred() -> list[int]:
     """Return a list to which each lazy save adds the number of shards that it copies later."""
-    lengths, hold = list[int](), deferred.Deferred.hold
+    lengths, hold = list[int](), snapshot.Deferred.hold
 
-    def recorded(self: deferred.Deferred, wait: Any) -> None:
+    def recorded(self: snapshot.Deferred, wait: Any) -> None:
         lengths.append(len(self))
         hold(self, wait)
 
-    setattr(deferred.Deferred, "hold", recorded)  # noqa: B010
+    setattr(snapshot.Deferred, "hold", recorded)  # noqa: B010
     return lengths
 
 

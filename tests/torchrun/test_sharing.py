@@ -18,7 +18,7 @@ from torch.distributed.tensor import zeros as dtensor_zeros
 from torch.nn.parallel import DistributedDataParallel
 
 import reknit
-from reknit.engine.sharing import share_out
+from reknit.engine.sharing import shared_read
 from reknit.storage.base import Reading
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
@@ -71,7 +71,7 @@ def become(hosts: str, *, bucket_nbytes: int = 32 * MIB) -> int:
     """Set this rank's host, count its reads from ``counted://``, and return the rank."""
     rank = dist.get_rank()
     os.environ["REKNIT_HOST"] = hosts[rank]
-    vars(share_out)["BUCKET_NBYTES"] = bucket_nbytes
+    vars(shared_read)["BUCKET_NBYTES"] = bucket_nbytes
     register("counted", lambda url, durability: Counted(LocalStorage(url.removeprefix("counted://"))))
     return rank
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import reknit
 from reknit import transforms
-from reknit.interop.safetensors_export import export_hf
+from reknit.integrations.hugging_face.export import export_hf
 from reknit.transforms.quantized import Quantized, quantized
 from tests.ranks import run
 from tests.tables import table

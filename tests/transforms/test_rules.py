@@ -16,7 +16,7 @@ from reknit import transforms as t
 from reknit.errors import MismatchError, UsageError
 from reknit.testing.world import run_ranks
 from reknit.transforms.apply import Transformed
-from reknit.transforms.interleaving import Interleaving
+from reknit.transforms.base import Interleaving
 from reknit.types.box import Box
 from reknit.types.manifest import Catalog
 from reknit.types.shard import Shard, TensorSpec

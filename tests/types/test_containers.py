@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
-from reknit.types.containers import REBUILT, rebuilt
+from reknit.types.small import REBUILT, rebuilt
 from tests.tables import table
 
 

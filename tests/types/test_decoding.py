@@ -7,7 +7,7 @@ ROUNDS = 300
 SCRIPT = """
 import sys, threading
 import msgspec
-from reknit.types.decoding import converted, decoder
+from reknit.types.small import converted, decoder
 
 sys.setswitchinterval(1e-6)
 

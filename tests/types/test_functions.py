@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from reknit.types.functions import is_function
+from reknit.types.dtype import is_function
 
 
 class Callable:

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import reknit
-from reknit.types.lazy_property import lazy_property
+from reknit.types.small import lazy_property
 
 
 class Waiting:
@@ -57,4 +57,4 @@ def test_no_property_of_reknit_has_a_lock_that_a_fork_would_leave_closed() -> No
         if (isinstance(node, ast.alias) and node.name == "cached_property")
         or (isinstance(node, ast.Attribute) and node.attr == "cached_property")
     }
-    assert users == {"types/lazy_property.py"}
+    assert users == {"types/small.py"}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.format.index.file import decode_index, encode_index
+from reknit.format.index import decode_index, encode_index
 from tests.format.samples import indexes, same_index, sample_index
 
 if TYPE_CHECKING:

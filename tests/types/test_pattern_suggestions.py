@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reknit.types.pattern_suggestions import suggest
+from reknit.types.wanted import suggest
 from tests.tables import table
 
 NAMES = ["model/layers.0.weight", "model/layers.0.bias", "model/head.weight", "optimizer/step"]

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.types.rank_text import spelled
+from reknit.types.small import spelled
 
 
 def read(text: str) -> set[int]:

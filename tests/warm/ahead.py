@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from reknit.comm.quiet import quietly
+from reknit.comm.group import quietly
 
-WITHOUT_TORCH = ("api", "comm", "engine", "format", "planner", "runs", "stored")
-WITH_TORCH = ("frameworks.optimizer", "frameworks.torch", "frameworks.walk")
+WITHOUT_TORCH = ("api", "comm", "engine", "format", "planner", "runs")
+WITH_TORCH = ("frameworks.torch", "frameworks.walk")
 
 
 def import_all(*packages: str) -> None:

@@ -13,7 +13,7 @@ import torch.distributed.tensor.parallel
 import torch.nn.parallel  # noqa: F401
 
 import tests.torchrun.models  # noqa: F401
-from reknit.frameworks.optimizer.step_barrier import StepBarrier
+from reknit.frameworks.torch.state_memory import StepBarrier
 from tests.warm.ahead import WITH_TORCH, WITHOUT_TORCH, import_all
 
 import_all(*WITHOUT_TORCH, *WITH_TORCH)

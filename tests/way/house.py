@@ -8,24 +8,8 @@ from typing import NamedTuple
 
 from tests.way.trace import SOURCES
 
-PLUGINS = (
-    *("cli/", "compat/", "dataloader/", "engine/foreign/", "format/foreign/"),
-    *("frameworks/deepspeed/", "frameworks/jax/", "frameworks/loaders/", "frameworks/megatron/"),
-    *("frameworks/loader_adapter.py", "frameworks/loader_arrays.py", "frameworks/vescale.py"),
-    *("engine/record/foreign_files.py", "engine/record/foreign_folders.py"),
-    *("engine/stored/verify_foreign.py", "integrations/", "interop/"),
-    *("monitor/dash/", "monitor/figures/", "monitor/page/", "monitor/reports/"),
-    *("monitor/record_files.py", "monitor/record_tables.py", "monitor/sinks/", "sinks.py"),
-    *("storage/derived_paths.py", "storage/fsspec_protocols.py", "storage/fsspec_store.py"),
-    *("storage/hdfs/", "storage/tensor_store.py", "storage/wrappers/derived.py", "testing/"),
-    *("transforms/models/", "types/foreign/megatron_names.py"),
-)
+PLUGINS = ("cli/", "dataloader/", "integrations/", "monitor/", "sinks.py", "stores/", "testing/")
 """The parts of the source that are not the core."""
-OF_THE_CORE = (
-    *("monitor/sinks/", "monitor/sinks/__init__.py", "monitor/sinks/choosing.py"),
-    *("monitor/sinks/event_paths.py", "monitor/sinks/jsonl.py"),
-)
-"""The modules below these that are of the core."""
 MANY = 7
 """Arguments by position that are too many for a reader."""
 
@@ -57,7 +41,7 @@ def house() -> dict[str, int]:
 
 def is_plugin(path: str) -> bool:
     """Return whether the module at a path below the source is outside the core."""
-    return path.startswith(PLUGINS) and path not in OF_THE_CORE
+    return path.startswith(PLUGINS)
 
 
 def counted(source: str) -> Module:

@@ -91,7 +91,7 @@ class Trace:
         module, values = code.co_filename.removeprefix(SOURCES), frame.f_locals
         if (module, code.co_name) == OPENED:
             self.opened += 1
-        elif (module, code.co_name) == WRITER:
+        elif (module, code.co_name) == WRITER and "path" in values:
             self._files[id(values["self"])] = values["path"]
         elif code.co_name in STORE_CALLS.get(module, ()):
             path = values.get("path") or self._files.get(id(values["self"]), "")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.loading.load import load
-from reknit.engine.loading.load_job import LoadJob
+from reknit.engine.loading.task import LoadJob
 from reknit.engine.saving.save import save
-from reknit.engine.saving.save_job import SaveJob
-from reknit.monitor.phase import Recorder
+from reknit.engine.saving.task import SaveJob
+from reknit.events.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.call_reports import LoadReport, SaveReport
+    from reknit.engine.reports import LoadReport, SaveReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings

@@ -11,7 +11,8 @@ from unittest import mock
 import numpy as np
 from msgspec.structs import replace
 
-from reknit.engine.sharing import share_out, shared_read
+from reknit.engine.sharing import shared_read
+from reknit.engine.sharing import shared_read as share_out
 from reknit.format.checksum import block_digests
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.format.paths import MANIFEST_PATH
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.comm.group import Group
-    from reknit.engine.call_reports import LoadReport
+    from reknit.engine.reports import LoadReport
     from reknit.types.shard import Shard
 
     Bytes = NDArray[np.uint8]

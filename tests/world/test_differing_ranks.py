@@ -10,7 +10,7 @@ import torch
 
 import reknit
 from reknit.cli.main import main
-from reknit.engine.saving.compared_copies import KEPT_NBYTES
+from reknit.engine.saving.part import KEPT_NBYTES
 from reknit.storage.registry import open_storage
 from reknit.testing.world import run_ranks
 from tests.storage.process_memory import ProcessMemory

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reknit.comm.group import Group
-    from reknit.engine.call_reports import LoadReport, SaveReport
+    from reknit.engine.reports import LoadReport, SaveReport
     from reknit.storage.base import Storage
 
 SIZE = 3

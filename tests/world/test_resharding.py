@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from reknit.engine.saving.compared_copies import SAMPLE_NBYTES
+from reknit.engine.saving.part import SAMPLE_NBYTES
 from reknit.errors import StateError
 from reknit.options import LoadOptions
-from reknit.planner.ownership import TINY_NBYTES
+from reknit.planner.save import TINY_NBYTES
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from tests.running.examples import examples
@@ -23,7 +23,7 @@ from tests.world.layouts import Model, held, wants
 
 if TYPE_CHECKING:
     from reknit.comm.group import Group
-    from reknit.engine.call_reports import LoadReport, SaveReport
+    from reknit.engine.reports import LoadReport, SaveReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Shard

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.call_reports import SaveReport
+    from reknit.engine.reports import SaveReport
     from tests.world.layouts import Part
 
 OFF = LoadOptions(threads=2, share="always", verify="off", gap_nbytes=0, timeout_s=30)

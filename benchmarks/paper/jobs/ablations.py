@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.engine.memory.transfer import queue
-from reknit.planner.ownership import Owned, owned_parts
+from reknit.engine.memory.devices import queue
+from reknit.planner.save import Owned, owned_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena
-    from reknit.engine.memory.file_image import Fetch, Image
-    from reknit.engine.memory.transfer import Transfer
+    from reknit.engine.memory.devices import Transfer
+    from reknit.engine.memory.images import Fetch, Image
+    from reknit.engine.memory.workers import Arena
     from reknit.types.shard import Shard
 
     Owners = Callable[[Sequence[Shard], int], list[Owned]]

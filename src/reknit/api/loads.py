@@ -9,27 +9,35 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from reknit import plugins
-from reknit.arguments import check_state, lenient_patterns, open_places, part_of, tried_options
-from reknit.calls import all_backgrounds, entering, raised_on_all_ranks
-from reknit.engine.display import logged
+from reknit.api.checks import (
+    all_backgrounds,
+    check_state,
+    entering,
+    lenient_patterns,
+    open_places,
+    part_of,
+    raised_on_all_ranks,
+    tried_options,
+)
+from reknit.api.ranks import acting
 from reknit.engine.loading import load as load_story
-from reknit.engine.loading.load_job import LoadJob
+from reknit.engine.loading.task import LoadJob
+from reknit.engine.reports import logged
 from reknit.engine.stored.places import Replicas
 from reknit.engine.stored.renaming import split_transforms
+from reknit.events.phase import Recorder, Stopwatch
+from reknit.events.to_file import outlets_for
 from reknit.frameworks import registry
 from reknit.keywords import checked_call
-from reknit.monitor.phase import Recorder, Stopwatch
-from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions
-from reknit.ranks import acting
 from reknit.storage.registry import recorded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from reknit.engine.call_reports import LoadReport
-    from reknit.ranks import AnyGroup
+    from reknit.api.ranks import AnyGroup
+    from reknit.engine.reports import LoadReport
     from reknit.transforms.base import Rule
 
 logger = logging.getLogger("reknit")

@@ -1,38 +1,180 @@
-"""The calls of users that save: check the arguments, and hand over to the engine."""
+"""The calls of users that save: they check the arguments on each rank, and start the job of the engine."""
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
+import sys
 import weakref
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
+from importlib import metadata as distributions
 from typing import TYPE_CHECKING, Any
 
-from reknit.arguments import checked_seconds, tried_options
-from reknit.calls import background_of, backgrounds_of, entering, raised_on_all_ranks, removed_backgrounds
+from msgspec import Struct, field
+
+from reknit.api.checks import (
+    background_of,
+    backgrounds_of,
+    check_flag,
+    check_metadata,
+    check_promotion,
+    check_state,
+    checked_seconds,
+    checked_step,
+    entering,
+    place_of,
+    raised_on_all_ranks,
+    removed_backgrounds,
+    tried_options,
+    warn_of_loose_tensors,
+)
+from reknit.api.ranks import acting
 from reknit.engine.outcome import PendingSave, SaveOutcome
-from reknit.engine.record.run_record import Run, folder_above
 from reknit.engine.saving import save as save_story
-from reknit.engine.saving.save_rounds import ASSIGN
+from reknit.engine.saving.here import ASSIGN
+from reknit.engine.saving.task import SaveJob
+from reknit.engine.stored.run_record import Run, folder_above
 from reknit.errors import ReknitError, UsageError
+from reknit.events.phase import Recorder
+from reknit.events.to_file import outlets_for
+from reknit.frameworks import registry
 from reknit.keywords import checked_call
 from reknit.locations import location_text
 from reknit.options import SaveOptions
-from reknit.ranks import acting
-from reknit.save_request import SaveRequest
-from reknit.storage.registry import open_storage, recorded
+from reknit.storage.registry import StoreRecipe, open_storage, recorded
 from reknit.types.entry import entered
+from reknit.types.small import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
+    from reknit.api.ranks import AnyGroup, Ranks
     from reknit.comm.group import Group
-    from reknit.engine.call_reports import SaveReport
-    from reknit.engine.saving.save_job import SaveJob
-    from reknit.engine.small_files import Written
-    from reknit.ranks import AnyGroup
+    from reknit.engine.memory.write import Written
+    from reknit.engine.reports import SaveReport
+    from reknit.types.shard import Holdings
+
+
+class SaveRequest(Struct, frozen=True, kw_only=True, dict=True):
+    """The arguments of a call, as the user passed them; `wrong` is the error of its options.
+
+    `records` are the records of the run that the save is a step of, by the URLs of their folders.
+
+    The arguments are checked when the job is made, which happens inside the first round: an error on one rank
+    is then raised on all.
+    """
+
+    path: str | PathLike[str]
+    state: Mapping[str, Any]
+    options: SaveOptions
+    wrong: UsageError | None
+    ranks: Ranks
+    step: Any = None
+    wait: Any = False
+    overwrite: Any = False
+    metadata: Any = None
+    records: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that make this call."""
+        return self.ranks.group
+
+    @lazy_property
+    def place(self) -> StoreRecipe:
+        """Return the place to save to, for an agent."""
+        return place_of(self.path)
+
+    @lazy_property
+    def copies(self) -> list[StoreRecipe]:
+        """Return the places to promote to, for an agent."""
+        return [place_of(target.path) for target in self.options.promotions]
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another process can open all these places."""
+        return all(place.elsewhere for place in (self.place, *self.copies))
+
+    def raises(self, error: ReknitError) -> bool:
+        """Return whether the call raises this error, or only logs it."""
+        return self.options.on_error == "raise" or isinstance(error, UsageError)
+
+    def save_job(self) -> SaveJob:
+        """Check the arguments of a save, open its store, and return its job."""
+        self._check()
+        warn_of_loose_tensors(self.state)
+        check_metadata(self.metadata or {})
+        check_flag("wait", self.wait)
+        check_flag("overwrite", self.overwrite)
+        step = checked_step(self.step)
+        storage = open_storage(self.path, durability=self.options.durability)
+        if self.copies:
+            check_promotion(storage, self.options, self.group.rank, overwrite=self.overwrite)
+        recorder = Recorder("save", self.group.rank, step, storage.url, outlets_for(self.options.events))
+        folder = folder_above(self.place.url)
+        record = self.records.get(folder)
+        return SaveJob(
+            collect=self._collect,
+            group=self.group,
+            storage=recorded(storage, recorder),
+            options=self.options,
+            recorder=recorder,
+            step=step,
+            overwrite=self.overwrite,
+            origin=_origin_of(self.group),
+            metadata=self.metadata or {},
+            url=self.place.url,
+            factory=self.place.factory,
+            promote_to=[
+                (copy.url, copy.factory, target.bytes_per_s, self.records.get(folder_above(copy.url)))
+                for copy, target in zip(self.copies, self.options.promotions, strict=True)
+            ],
+            run=None if record is None else Run(partial(open_storage, folder), record),
+        )
+
+    def warm_up_job(self) -> SaveJob:
+        """Check the arguments of `prepare`, open its store, and return its job."""
+        self._check()
+        storage = open_storage(self.path, durability=self.options.durability)
+        sinks = outlets_for(self.options.events)
+        return SaveJob(
+            collect=self._collect,
+            group=self.group,
+            storage=storage,
+            options=self.options,
+            recorder=Recorder("prepare", self.group.rank, None, storage.url, sinks),
+            url=self.place.url,
+            factory=self.place.factory,
+        )
+
+    def _check(self) -> None:
+        if self.wrong is not None:
+            raise self.wrong
+        check_state(self.state)
+
+    def _collect(self) -> Holdings:
+        group, ranks, _ = self.ranks
+        return registry.collect(self.state, group.rank, group.size, ranks=ranks)
+
+
+def _origin_of(group: Group) -> dict[str, Any]:
+    """Return the entry of the manifest about the job that wrote it; information only."""
+    names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
+    versions = {name: version for name in names if (version := _version_of(name)) is not None}
+    return {"world_size": group.size, "python": platform.python_version(), "versions": versions}
+
+
+@cache
+def _version_of(name: str) -> str | None:
+    """Return the version of a package, or None if it runs from a source tree; it is parsed from a file."""
+    try:
+        return distributions.version(name)
+    except distributions.PackageNotFoundError:
+        return None
+
 
 logger = logging.getLogger("reknit")
 

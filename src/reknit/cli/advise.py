@@ -1,20 +1,19 @@
-"""`reknit advise`: how often is it best to save, and at which cost?"""
+"""`reknit advise` computes how often it is best to save, and at which cost."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from reknit.cli.output import print_fields, print_json, print_table
-from reknit.cli.program.numbers import amount_of, whole
-from reknit.cli.reports.interval_costs import HEADS, cells, duration, rows_around
-from reknit.engine.record.at_path import manifest_in
-from reknit.engine.record.other_formats import absent
+from reknit.cli.output import amount_of, print_fields, print_json, print_table, whole
+from reknit.cli.report import HEADS, cells, duration, rows_around
+from reknit.engine.stored.at_path import manifest_in
+from reknit.engine.stored.hints import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError
-from reknit.monitor.progress_text import amount
-from reknit.policies.cost_model import RunCosts
+from reknit.events.progress import amount
 from reknit.policies.policy import HOUR_S
+from reknit.policies.save_policies import RunCosts
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

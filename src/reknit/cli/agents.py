@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from reknit.cli.output import print_json, print_table, time_text
-from reknit.engine.stored.running_agents import at_work
+from reknit.engine.stored.agents import at_work
 from reknit.storage.registry import recipe
 
 if TYPE_CHECKING:

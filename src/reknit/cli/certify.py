@@ -1,4 +1,4 @@
-"""`reknit certify-storage`: is a store fit for checkpoints?"""
+"""`reknit certify-storage` tests whether a store is fit for checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reknit diff`: do two checkpoints hold the same?"""
+"""`reknit diff` compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from reknit.cli.output import print_json, printable
 from reknit.engine.stored.opening import opened, read_opened
-from reknit.format.values.blob_codec import decode_blobs, encode_blobs
-from reknit.interop.states.plain_values import Beside, is_note, plain_values, said_once, topmost
-from reknit.interop.tensor_stream import stream, tensors_of
-from reknit.monitor.progress_text import amount
+from reknit.events.progress import amount
+from reknit.format.blob_codec import decode_blobs, encode_blobs
+from reknit.integrations.formats.export import stream, tensors_of
+from reknit.integrations.formats.states import Beside, is_note, plain_values, said_once, topmost
 from reknit.options import MIB, LoadOptions
 from reknit.types.shard import full_name
 

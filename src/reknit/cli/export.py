@@ -10,18 +10,18 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
-from reknit import stored
+from reknit.api import stored
 from reknit.cli.output import print_fields, print_json, printable
-from reknit.engine.foreign.programs import installed
 from reknit.errors import MissingExtraError, UsageError, shown
-from reknit.interop.safetensors_export import MAX_SHARD_NBYTES, Dtype, export_hf
-from reknit.monitor.progress_text import amount
+from reknit.events.progress import amount
+from reknit.integrations.formats.programs import installed
+from reknit.integrations.hugging_face.export import MAX_SHARD_NBYTES, Dtype, export_hf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reknit.interop.compare import StateReport
-    from reknit.interop.safetensors_export import ExportReport
+    from reknit.integrations.formats.verify import StateReport
+    from reknit.integrations.hugging_face.export import ExportReport
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 _SHOWN = 10
@@ -33,6 +33,13 @@ _STATES = {
     "orbax": ("a folder that Orbax restores", "orbax"),
 }
 """Formats of whole states: the result of an export, and the extra that it needs."""
+
+_HOMES = {
+    "dcp": "reknit.integrations.dcp.export",
+    "torch": "reknit.integrations.torch_save.export",
+    "npz": "reknit.integrations.numpy_gguf.export",
+    "orbax": "reknit.integrations.orbax.export",
+}
 
 _FILES = frozenset({"torch", "npz"})
 
@@ -174,7 +181,7 @@ def run_state(args: argparse.Namespace) -> int:
     """Export a state, and return the exit code."""
     _, extra = _STATES[args.format]
     try:
-        module = importlib.import_module(f"reknit.interop.states.{args.format}_export")
+        module = importlib.import_module(_HOMES[args.format])
     except ImportError as error:
         raise MissingExtraError(
             f"an export to {args.format} needs {error.name}, which is not installed",

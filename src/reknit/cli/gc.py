@@ -9,11 +9,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_json, print_table, printable, time_text
-from reknit.engine.record.other_formats import elsewhere
+from reknit.engine.stored.hints import elsewhere
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
-from reknit.monitor.progress_text import amount
-from reknit.storage.local.sweep import sweepable
+from reknit.events.progress import amount
+from reknit.storage.local.memory import sweepable
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

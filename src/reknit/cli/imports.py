@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_json, printable
-from reknit.interop.import_foreign import import_checkpoint
-from reknit.interop.launched_ranks import launched
-from reknit.monitor.progress_text import amount
+from reknit.events.progress import amount
+from reknit.integrations.formats.import_ import import_checkpoint, launched
 
 if TYPE_CHECKING:
     import argparse
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         "workers": args.workers,
     }
     if args.ray is not None:
-        from reknit.interop.ray_ranks import import_on_ray  # few imports need it
+        from reknit.integrations.ray import import_on_ray  # few imports need it
 
         report = import_on_ray(args.path, args.to, args.ray, **options)
     else:

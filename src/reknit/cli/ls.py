@@ -7,21 +7,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from reknit import stored
+from reknit.api import stored
 from reknit.cli.output import print_json, print_table, printable, time_text
-from reknit.engine.record.at_path import manifest_in
-from reknit.engine.record.other_formats import (
-    MOST_FOREIGN,
-    absent,
-    elsewhere,
-    foreign,
-    foreign_inside,
-    own_files,
-)
-from reknit.engine.stored.newest import folder_in
+from reknit.engine.stored.at_path import manifest_in
+from reknit.engine.stored.hints import MOST_FOREIGN, absent, elsewhere, foreign, foreign_inside, own_files
+from reknit.engine.stored.steps import folder_in
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
-from reknit.monitor.phase import Deadline
-from reknit.monitor.progress_text import amount
+from reknit.events.phase import Deadline
+from reknit.events.progress import amount
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ import errno
 import io
 import logging
 import os
+import platform
 import re
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from reknit import plugins
-from reknit.cli.program.command_line import CommandLine
-from reknit.cli.program.versions import PrintVersions
 from reknit.environment import completing
 from reknit.errors import (
     CheckpointExistsError,
@@ -23,12 +23,100 @@ from reknit.errors import (
     ShortageError,
     StorageNotFoundError,
     UsageError,
+    did_you_mean,
     printable,
     typed_shortage,
 )
+from reknit.format.checksum import FORMAT_VERSION, OLDEST_READABLE
+from reknit.storage.registry import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser whose errors suggest the nearest name; the parsers of commands have this class too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._given: list[str] = []
+
+    def parse_known_args(  # type: ignore[override]  # one signature in place of two overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse, and exit with an error and the usage of this parser for unknown arguments."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        found, unknown = super().parse_known_args(self._given, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage, the error, and the option that was probably meant; exit with 2."""
+        remedy = self._meant() or f"{self.prog} --help lists its options"
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message}\n  -> {remedy}\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # The method of argparse ignores a full disk.
+        (file or sys.stderr).write(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if question := did_you_mean(str(value), map(str, action.choices or ())):
+                self.print_usage(sys.stderr)
+                self.exit(2, f"{self.prog}: {error}\n  -> {question}\n")
+            raise
+
+    def _meant(self) -> str | None:
+        """Return a question with the nearest option in place of an unknown one, or None."""
+        for text in self._given:
+            name = text.partition("=")[0]
+            if name == "--":
+                break
+            if name.startswith("--") and not any(known.startswith(name) for known in self._options()):
+                return did_you_mean(name, self._options())
+        return None
+
+    def _options(self) -> list[str]:
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+
+_PACKAGES = ("torch", "jax", "numpy", "pyarrow")
+_CLIENTS = {"obstore": "s3://, gs://, az://", "hdfs-native": "hdfs://", "fsspec": "other URLs"}
+
+
+class PrintVersions(argparse.Action):
+    """The option that prints the versions and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print the versions, and exit."""
+        print("\n".join(version_lines()))
+        parser.exit()
+
+
+def version_lines() -> Iterator[str]:
+    """Yield a line for each version, from metadata of packages: none of them is imported."""
+    yield f"reknit {version('reknit')}"
+    yield f"checkpoint format {FORMAT_VERSION} (reads {OLDEST_READABLE} to {FORMAT_VERSION})"
+    yield f"Python {platform.python_version()}"
+    for name in _PACKAGES:
+        yield f"{name} {_installed(name)}"
+    for name, schemes in _CLIENTS.items():
+        yield f"{name} {_installed(name)} (for {schemes})"
+    for entry in plugins.installed(ENTRY_POINTS).values():
+        if entry.dist is not None:
+            yield f"{entry.dist.name} {entry.dist.version} (for {entry.name}://)"
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "is not installed"
+
 
 logger = logging.getLogger("reknit")
 

@@ -1,18 +1,51 @@
-"""Print results on a terminal: tables, sizes and times; with rich if it is installed."""
+"""Output on a terminal (tables, sizes, times; with rich if it is installed), and numbers in options."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reknit.errors import UsageError
+from reknit.errors import UsageError, shown
 from reknit.errors import printable as printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+
+_MOST = 10**18
+_MOST_DIGITS = 100
+"""Digits of the longest number that is read."""
+
+
+def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
+    """Return the type of an option that takes whole numbers from `least` to `most`."""
+
+    def parsed(text: str) -> int:
+        try:
+            found = int(text[:_MOST_DIGITS])
+        except ValueError:
+            found = least - 1
+        if not least <= found <= most:
+            up_to = "on" if most == _MOST else f"to {most}"
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number from {least} {up_to}")
+        return found
+
+    return parsed
+
+
+def amount_of(text: str) -> float:
+    """Return a positive number in a plausible range, of seconds or hours, for example."""
+    try:
+        found = float(text[:_MOST_DIGITS])
+    except ValueError:
+        found = 0.0
+    if not 1e-6 <= found <= 1e9:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number from 1e-06 to 1e+09")
+    return found
 
 
 def count_text(count: int) -> str:

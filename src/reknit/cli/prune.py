@@ -6,15 +6,14 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from reknit import policies
-from reknit.cli.output import print_json, printable
-from reknit.cli.program.numbers import amount_of, whole
-from reknit.engine.record.other_formats import absent
+from reknit.cli.output import amount_of, print_json, printable, whole
+from reknit.engine.stored.hints import absent
 from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError, shown
-from reknit.monitor.progress_text import amount
+from reknit.events.progress import amount
 from reknit.policies.keep_policies import named_items, named_metrics, require_items, require_metrics
+from reknit.runs.arguments import items_of
 from reknit.runs.retention import Retention
-from reknit.runs.run_arguments import items_of
 from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:

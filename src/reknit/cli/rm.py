@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit import stored
+from reknit.api import stored
 from reknit.cli.output import print_json, printable
-from reknit.monitor.progress_text import amount
+from reknit.events.progress import amount
 
 if TYPE_CHECKING:
     import argparse

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.cli.maps.layout_reads import layout_reads
-from reknit.cli.maps.target_layout import target_layout
+from reknit.cli.maps import layout_reads, target_layout
 from reknit.cli.output import (
     count_text,
     print_fields,
@@ -21,16 +20,16 @@ from reknit.cli.output import (
     write_text,
 )
 from reknit.errors import UsageError, did_you_mean
+from reknit.events.progress import amount
 from reknit.format.paths import parse_path
-from reknit.interop.tensor_stream import tensors_of
-from reknit.monitor.progress_text import amount
+from reknit.integrations.formats.export import tensors_of
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from reknit.cli.maps.target_layout import TargetLayout
+    from reknit.cli.maps import TargetLayout
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import TensorEntry
 
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         )
     with tensors_of(args.path) as checkpoint:
         if args.html is not None:
-            from reknit.cli.maps.checkpoint_map import map_page
+            from reknit.cli.maps import map_page
 
             write_text(args.html, map_page(checkpoint, layout))
             print(f"wrote {args.html}: {len(checkpoint.index.tensors)} tensors")

@@ -1,4 +1,4 @@
-"""`reknit verify`: is a checkpoint whole, and does its index agree with its data files?"""
+"""`reknit verify` checks that a checkpoint is whole, and that its index agrees with its data files."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit import stored
-from reknit.arguments import open_checkpoint
+from reknit.api import stored
+from reknit.api.checks import open_checkpoint
 from reknit.cli.output import print_json, printable
-from reknit.engine.record.at_path import read_manifest
-from reknit.engine.record.file_checks import read_checked, whole_manifest
+from reknit.engine.stored.at_path import read_manifest
+from reknit.engine.stored.file_checks import read_checked, whole_manifest
 from reknit.engine.stored.places import files_at
 from reknit.engine.stored.renaming import names_in
 from reknit.errors import FormatError, StorageError, UsageError
+from reknit.events.progress import amount
 from reknit.format.checksum import block_digests
-from reknit.format.index.file import decode_index, encode_index
-from reknit.format.index.rebuild import rebuild_index
+from reknit.format.index import decode_index, encode_index
+from reknit.format.index.arrow_file import rebuild_index
 from reknit.format.manifest_file import decode_record
 from reknit.format.paths import parse_path
-from reknit.interop.data_headers import read_header
-from reknit.monitor.progress_text import amount
+from reknit.integrations.formats.export import read_header
 from reknit.storage.local.store import LocalStorage
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     import argparse
 
-    from reknit.engine.call_reports import VerifyReport
+    from reknit.engine.reports import VerifyReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Index, Manifest
 

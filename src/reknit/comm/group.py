@@ -8,19 +8,224 @@ the answer; then every rank raises that same error.  The values of a rank alone 
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import struct
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
-from reknit.comm.envelope import Envelope, decode, encode, failed, merged, packed, unpacked
-from reknit.comm.topology import Topology
-from reknit.errors import ReknitError, shortage
-from reknit.monitor.phase import now, root_decided
+import msgspec
+
+from reknit.environment import grpc_handles_forks, remove_grpc_variables, set_grpc_variables
+from reknit.errors import ProtocolError, ReknitError, from_wire, shortage, typed
+from reknit.events.phase import now, root_decided
+from reknit.system import Switch
+from reknit.types.small import decoder, lazy_property
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     Merge = Callable[[Sequence[Any]], Any]
 
+
 _Value = TypeVar("_Value")
+
+MOST_OTHERS = 8
+"""The most failed ranks that are named besides the first; of all others only their number is kept."""
+
+
+class Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """A payload; or the error of the lowest failed rank, with the other failed ranks and their errors.
+
+    In an answer, `at` is the time of the root's decision, in seconds since the epoch by its clock.
+    """
+
+    payload: bytes = b""
+    error: dict[str, Any] | None = None
+    others: list[tuple[int | None, str]] = []
+    more: int = 0
+    at: float | None = None
+
+    def failure(self) -> ReknitError | None:
+        """Return the error, which says how many other ranks failed too and how; None without one."""
+        if self.error is None:
+            return None
+        first = from_wire(self.error)
+        if self.others:
+            ranks = ", ".join(f"{rank} ({kind})" for rank, kind in self.others)
+            more = f" and {self.more} more" if self.more else ""
+            first.message += f"; also failed: rank {ranks}{more}"
+        return first
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = decoder(Envelope)
+
+
+def decode(data: bytes) -> Envelope:
+    """Return the envelope in `data`.  Raises `ProtocolError` for other data."""
+    try:
+        return _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a rank sent bytes that are not a message of a round: {error}") from error
+
+
+def packed(value: Any) -> bytes:
+    """Return a request or an answer as bytes: by its method `pack`, or in MessagePack; bytes as they are."""
+    if isinstance(value, bytes):
+        return value
+    return value.pack() if hasattr(value, "pack") else msgspec.msgpack.encode(value)
+
+
+def unpacked(parts: Sequence[bytes], kind: type[_Value]) -> list[_Value]:
+    """Return the values of a type that `packed` made into bytes.  Raises `ProtocolError` for other bytes.
+
+    A type with a method `pack` has a class method `unpack` for several at once, which may share parts.
+    """
+    if kind is bytes:
+        return list(parts)  # type: ignore[arg-type]
+    try:
+        if (own := getattr(kind, "unpack", None)) is not None:
+            values: list[_Value] = own(parts)
+            return values
+        return [decoder(kind)(part) for part in parts]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a rank sent another message than a {kind.__name__}: {error}") from error
+
+
+def failed(error: BaseException, rank: int, name: str) -> Envelope:
+    """Return the envelope of a rank that met an error: a typed description of it, if it is a foreign one."""
+    typed_error = typed(error)
+    typed_error.sign(rank=rank, phase=name)
+    return Envelope(error=typed_error.to_wire())
+
+
+def merged(envelopes: Sequence[Envelope], merge: Callable[[list[bytes]], bytes]) -> Envelope:
+    """Return one envelope for several: `merge` of the payloads, or the errors if a rank failed."""
+    failures = [envelope for envelope in envelopes if envelope.error is not None]
+    if not failures:
+        return Envelope(merge([envelope.payload for envelope in envelopes]))
+    failures.sort(key=lambda envelope: _order(_culprit(envelope)))
+    others = [_culprit(envelope) for envelope in failures[1:]]
+    others += [other for envelope in failures for other in envelope.others]
+    others.sort(key=_order)
+    more = sum(envelope.more for envelope in failures) + max(0, len(others) - MOST_OTHERS)
+    return Envelope(b"", failures[0].error, others[:MOST_OTHERS], more)
+
+
+def _culprit(envelope: Envelope) -> tuple[int | None, str]:
+    wire = envelope.error or {}
+    rank = wire.get("rank")
+    return rank if isinstance(rank, int) else None, str(wire.get("type"))
+
+
+def _order(culprit: tuple[int | None, str]) -> tuple[bool, int]:
+    rank, _ = culprit
+    return rank is None, rank or 0
+
+
+def doubling(first_s: float, longest_s: float) -> Iterator[float]:
+    """Yield seconds without end: `first_s`, then twice as many each time, up to `longest_s`."""
+    while True:
+        yield first_s
+        first_s = min(longest_s, first_s * 2)
+
+
+class Topology:
+    """A tree over ranks ``0 .. size - 1``, within hosts first and then between them.
+
+    `hosts` has the host of each rank, by any numbers.  The lowest rank of a host stands for it: the other
+    ranks of the host are below it, `fan_out` at each rank.  The lowest ranks of all hosts form a tree of
+    their own likewise, in ascending order.  Rank 0 is above all.  A rank has thus at most ``2 * fan_out``
+    children, which all have higher numbers, and only one rank of a host talks to other hosts above it.
+    """
+
+    def __init__(self, hosts: Sequence[int], fan_out: int) -> None:
+        self.size, self.fan_out = len(hosts), fan_out
+        ranks_of: dict[int, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            ranks_of.setdefault(host, []).append(rank)
+        # Numbered anew by their lowest ranks, so that the names of hosts do not matter.
+        numbers = {host: number for number, host in enumerate(ranks_of)}
+        self.hosts = [numbers[host] for host in hosts]
+        self.num_hosts = len(numbers)
+        """Number of hosts."""
+        self._leaders = [ranks[0] for ranks in ranks_of.values()]
+        self._parents, self._depths = [0] * self.size, [0] * self.size
+        for ranks in ranks_of.values():
+            for turn, rank in enumerate(ranks):
+                number = self.hosts[rank]
+                if turn:
+                    parent = ranks[(turn - 1) // fan_out]
+                elif number:
+                    parent = self._leaders[(number - 1) // fan_out]
+                else:
+                    continue  # rank 0
+                self._parents[rank], self._depths[rank] = parent, self._depths[parent] + 1
+
+    @classmethod
+    def flat(cls, size: int, fan_out: int) -> Topology:
+        """Return the tree of ranks that are each on a host of their own."""
+        return cls(range(size), fan_out)
+
+    def parent(self, rank: int) -> int | None:
+        """Return the rank that `rank` reports to, None for rank 0."""
+        return None if rank == 0 else self._parents[rank]
+
+    def children(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that report to `rank`, in ascending order."""
+        return tuple(self._below.get(rank, ()))
+
+    def subtree(self, rank: int) -> tuple[int, ...]:
+        """Return `rank` and every rank below it, in ascending order."""
+        if rank == 0:
+            return tuple(range(self.size))
+        found = [rank]
+        for deep in found:  # which grows meanwhile
+            found += self._below.get(deep, ())
+        return tuple(sorted(found))
+
+    def depth(self, rank: int) -> int:
+        """Return the number of steps from `rank` up to rank 0."""
+        return self._depths[rank]
+
+    def leads_host(self, rank: int) -> bool:
+        """Return whether a rank is the lowest of its host."""
+        return self._leaders[self.hosts[rank]] == rank
+
+    @lazy_property
+    def height(self) -> int:
+        """Return the number of steps from the deepest rank up to rank 0."""
+        return max(self._depths)
+
+    @lazy_property
+    def digest(self) -> str:
+        """Equal for equal trees only, to compare them between ranks."""
+        shape = struct.pack(f"<{1 + self.size}q", self.fan_out, *self.hosts)
+        return hashlib.blake2b(shape, digest_size=16).hexdigest()
+
+    @lazy_property
+    def _below(self) -> dict[int, list[int]]:
+        """Return the children of each rank with children."""
+        below: dict[int, list[int]] = {}
+        for rank, parent in enumerate(self._parents[1:], 1):
+            below.setdefault(parent, []).append(rank)
+        return below
+
+
+_log = logging.getLogger("reknit.comm")
+_quiet = Switch(set_grpc_variables, remove_grpc_variables)
+
+
+def quietly() -> AbstractContextManager[object]:
+    """Let gRPC, if it is imported meanwhile, report only errors, and do nothing in forked processes."""
+    if "reknit.comm.serving" not in sys.modules and grpc_handles_forks():
+        _log.warning(
+            "gRPC acts in processes that this one forks: workers of a data loader may end with a segmentation"
+            " fault; set GRPC_ENABLE_FORK_SUPPORT=0 before gRPC is imported"
+        )
+    return _quiet.turned()
 
 
 class Call(NamedTuple):

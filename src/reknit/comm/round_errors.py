@@ -14,7 +14,7 @@ from reknit.errors import (
     from_wire,
 )
 from reknit.types.entry import REMEDY
-from reknit.types.rank_text import spelled
+from reknit.types.small import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

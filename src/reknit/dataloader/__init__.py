@@ -1,21 +1,24 @@
-"""Which samples remain?  Data loaders whose state goes with the job to any number of ranks and workers."""
+"""Data loaders whose remaining samples go with the job to any number of ranks and workers."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from reknit.dataloader.loader import TokenLoader
-from reknit.dataloader.place import ReaderPlace
-from reknit.dataloader.protocols import CanonicalStream, LoaderShard, ShardOwned
-from reknit.dataloader.reader import COLUMNS, Batch
-from reknit.dataloader.reshard import Readers, dealt, shards_of_rank
-from reknit.dataloader.sources import SourceLoader
-from reknit.dataloader.streams import ConsumedSamples, GlobalSampler
-from reknit.dataloader.token_sets import TokenSet
-
 if TYPE_CHECKING:
-    from reknit.dataloader.torchdata_loader import ShardedDataLoader, SourceDataset
+    from reknit.dataloader.loader import ReaderPlace, TokenLoader
+    from reknit.dataloader.reader import COLUMNS, Batch
+    from reknit.dataloader.reshard import Readers, dealt, shards_of_rank
+    from reknit.dataloader.sources import (
+        CanonicalStream,
+        ConsumedSamples,
+        GlobalSampler,
+        LoaderShard,
+        ShardOwned,
+        SourceLoader,
+    )
+    from reknit.dataloader.token_sets import TokenSet
+    from reknit.dataloader.torchdata import ShardedDataLoader, SourceDataset
 
 __all__ = [
     "Batch",
@@ -36,9 +39,28 @@ __all__ = [
     "shards_of_rank",
 ]
 
+_HOMES = {
+    "Batch": "reader",
+    "COLUMNS": "reader",
+    "CanonicalStream": "sources",
+    "ConsumedSamples": "sources",
+    "GlobalSampler": "sources",
+    "LoaderShard": "sources",
+    "ReaderPlace": "loader",
+    "Readers": "reshard",
+    "ShardOwned": "sources",
+    "ShardedDataLoader": "torchdata",
+    "SourceDataset": "torchdata",
+    "SourceLoader": "sources",
+    "TokenLoader": "loader",
+    "TokenSet": "token_sets",
+    "dealt": "reshard",
+    "shards_of_rank": "reshard",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Load the names that need torch when they are asked for."""
-    if name not in ("ShardedDataLoader", "SourceDataset"):
+    """Import a name when it is first asked for."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module("reknit.dataloader.torchdata_loader"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.dataloader import messages as say
-from reknit.dataloader.large_columns import mapped_columns, parted, write_columns
+from reknit.dataloader import token_sets as say
 from reknit.dataloader.reader import COLUMNS, Batch
+from reknit.dataloader.token_sets import mapped_columns, parted, write_columns
 from reknit.errors import DeadlineError, ReknitError, shortage
-from reknit.format.values.blob_codec import encode_value
-from reknit.processes.channel import Channel, Message
-from reknit.processes.child import start_child
-from reknit.processes.nameless import map_file, nameless_file, write_at
+from reknit.format.blob_codec import encode_value
+from reknit.processes import start_child
+from reknit.processes.channel import Channel, Message, map_file, nameless_file, write_at
 from reknit.system import output_of_child, socket_pair
 from reknit.types.shard import INLINE_NBYTES, Encoded, LoaderShard, SharedFile
 

@@ -4,19 +4,151 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from reknit.errors import UsageError
+from reknit.processes.channel import Message, write_at
+from reknit.types.shard import Tagged, is_large
+from reknit.types.small import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    Columns = dict[str, NDArray[Any]]
+
+
+class SharedColumn(msgspec.Struct, array_like=True, frozen=True):
+    """The place of a large column in the memory of a message: its path in the state, dtype, length, start."""
+
+    path: str
+    dtype: str
+    length: int
+    begin: int
+
+
+class Open(Message):
+    """To the worker, with memory that holds token sets, the recipe, and the states of sources.
+
+    A state of None is the beginning.  `same`: the states are those of this very reader.  The memory has
+    `nbytes` encoded bytes, and large `columns` of the states up to byte `end`.  The worker sends the columns
+    of a source apart from its state if they have more than `inline_nbytes` bytes.
+    """
+
+    same: bool
+    depth: int
+    nbytes: int
+    columns: list[SharedColumn]
+    end: int
+    inline_nbytes: int
+
+
+class Consumed(Message):
+    """To the worker: training has consumed so many of its batches."""
+
+    given: int
+
+
+class Prepare(Message):
+    """To the worker: prepare the state after so many batches."""
+
+    given: int
+
+
+class WorkerReady(Message):
+    """To the loader: the worker is ready, and has given so many batches before."""
+
+    given: int
+
+
+class BatchMade(Message):
+    """To the loader, with memory that holds the columns of a batch."""
+
+    dtype: str
+    num_tokens: int
+    num_samples: int
+
+
+class Ended(Message):
+    """To the loader: there are no more batches."""
+
+
+class Prepared(Message):
+    """To the loader, with memory that holds encoded states: those after so many batches.
+
+    `shards` are source, work left, number of items, and where the room for its state begins and ends.
+    `columns` are large columns that are apart from the states, by source.
+    """
+
+    given: int
+    room: int
+    shards: list[tuple[int, int, int, int, int]]
+    columns: dict[int, list[SharedColumn]]
+    nbytes: int
+
+
+class Failed(Message):
+    """To the loader: the worker met an error."""
+
+    what: str
+
+
+AnyMessage = Open | Consumed | Prepare | WorkerReady | BatchMade | Ended | Prepared | Failed
+decode = decoder(AnyMessage)
+
+
+def parted(source: int, state: Any, inline_nbytes: int) -> tuple[Any, Columns]:
+    """Return a source's state with a placeholder for each large column, and these columns by their paths.
+
+    A state with at most `inline_nbytes` bytes of columns is returned as it is.
+    """
+    columns: Mapping[str, NDArray[Any]] = {} if state is None else state["items"]
+    if sum(column.nbytes for column in columns.values()) <= inline_nbytes:
+        return state, {}
+    large = {name: column for name, column in columns.items() if is_large(column.nbytes, inline_nbytes)}
+    paths = {name: f"{source}/items/{name}" for name in large}
+    holes = {name: Tagged("tensor", {"library": "numpy", "path": path}) for name, path in paths.items()}
+    return {**state, "items": {**columns, **holes}}, {paths[name]: large[name] for name in large}
+
+
+def joined(state: Any, columns: Columns) -> Any:
+    """Return a source's state with its columns in the places of their placeholders."""
+    if state is None:
+        return None
+    items = {
+        name: columns[column.value["path"]] if isinstance(column, Tagged) else column
+        for name, column in state["items"].items()
+    }
+    return {**state, "items": items}
+
+
+def write_columns(fd: int, at: int, columns: Columns) -> tuple[list[SharedColumn], int]:
+    """Write columns to a file from byte `at` on; return their places, and the first byte after them."""
+    places = []
+    for path, column in columns.items():
+        at = next_page(at)
+        places.append(SharedColumn(path, column.dtype.str, len(column), at))
+        write_at(fd, at, np.ascontiguousarray(column).view(np.uint8).data)
+        at += column.nbytes
+    return places, at
+
+
+def mapped_columns(memory: memoryview, places: Sequence[SharedColumn]) -> Columns:
+    """Return the columns at these places of shared memory, which they keep alive."""
+    return {place.path: np.frombuffer(memory, place.dtype, place.length, place.begin) for place in places}
+
+
+def next_page(at: int) -> int:
+    """Return the first byte of a page that is not before `at`."""
+    return -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from reknit.dataloader import messages as say
-from reknit.dataloader.large_columns import joined, mapped_columns, next_page, parted, write_columns
-from reknit.dataloader.reader import Reader
-from reknit.dataloader.token_sets import Corpus, Recipe, TokenSet, opened_by
-from reknit.dataloader.versioned_reader import VersionedReader
-from reknit.format.values.blob_codec import decode_blobs, encode_value, name_of_value
-from reknit.processes.channel import Channel
-from reknit.processes.nameless import map_file, nameless_file, write_at
+from reknit.dataloader import token_sets as say
+from reknit.dataloader.reader import Reader, VersionedReader
+from reknit.dataloader.token_sets import (
+    Corpus,
+    Recipe,
+    TokenSet,
+    joined,
+    mapped_columns,
+    next_page,
+    opened_by,
+    parted,
+    write_columns,
+)
+from reknit.format.blob_codec import decode_blobs, encode_value, name_of_value
+from reknit.processes.channel import Channel, map_file, nameless_file, write_at
 
 _ROOM = 4096 + 16
 """Bytes before each encoded state, where its name in the checkpoint will stand (`types.shard.Encoded`)."""

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 
 from reknit.errors import CorruptError, FormatError, StateError
+from reknit.format.checksum import FORMAT_VERSION
 from reknit.format.paths import checked_name
 from reknit.format.strict_json import decode_member, decode_strict
-from reknit.format.versions import FORMAT_VERSION
-from reknit.types.decoding import decoder
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM
+from reknit.types.small import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

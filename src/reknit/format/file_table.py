@@ -10,13 +10,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from reknit.errors import CorruptError, FormatError
-from reknit.format.checksum import num_blocks
-from reknit.format.limits import MAX_BLOBS_NBYTES
+from reknit.format.checksum import MAX_BLOBS_NBYTES, num_blocks
 from reknit.format.manifest_file import MAX_COORDINATE_NBYTES, MAX_MANIFEST_NBYTES
 from reknit.format.paths import MANIFEST_PATH, check_all_relative
 from reknit.system import require_memory
-from reknit.types.decoding import decoder
 from reknit.types.manifest import BlobFile, FileEntry, FileTable
+from reknit.types.small import decoder
 
 if TYPE_CHECKING:
     from typing import Any

@@ -1,22 +1,54 @@
-"""``manifest.json``: makes a checkpoint exist, lists its content, and carries its own checksum."""
+"""``manifest.json``: makes a checkpoint exist, lists its content; beside it tombstones and notes.
+
+A tombstone in the place of a manifest, and a manifest with another byte: a late commit loses against both.
+
+An object store may carry out a commit after its process has given up.  The commit has a condition: there is
+no manifest, or the manifest is unchanged.  So a tombstone, or a change of the manifest, refuses it for good
+(docs/decisions/0029).
+
+Small files about a committed checkpoint: that it is pinned, is being read, has metrics.
+
+They are not a part of the checkpoint: a process that may write to its folder adds one, and it goes with the
+checkpoint.
+"""
 
 from __future__ import annotations
 
 import base64
 import math
-from typing import Annotated, Any, NoReturn, TypeVar
+import re
+import uuid
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 
 from reknit.errors import CorruptError, FormatError, ReknitError
-from reknit.format.checksum import digest, num_blocks
-from reknit.format.limits import MAX_BLOBS_NBYTES, MAX_INDEX_NBYTES
+from reknit.format.checksum import (
+    FILE_TABLE,
+    FORMAT_VERSION,
+    MAX_BLOBS_NBYTES,
+    MAX_INDEX_NBYTES,
+    MOVED,
+    TOMBSTONE,
+    check_version,
+    digest,
+    num_blocks,
+)
 from reknit.format.paths import MANIFEST_PATH, checked_relative, read_name, wrong_place
-from reknit.format.strict_json import check_object, count_values, decode_member, refuse_duplicates
-from reknit.format.versions import FILE_TABLE, MOVED, check_version
-from reknit.types.decoding import decoder
+from reknit.format.strict_json import (
+    check_object,
+    count_values,
+    decode_member,
+    decode_strict,
+    refuse_duplicates,
+)
 from reknit.types.manifest import BlobFile, FileEntry, Manifest, TablePlace
+from reknit.types.small import decoder
+
+if TYPE_CHECKING:
+    Note = TypeVar("Note", bound=msgspec.Struct)
+
 
 MAX_MANIFEST_NBYTES = 256 << 20
 MAX_DEPTH = 32
@@ -339,3 +371,115 @@ def _decode_digests(file: _File) -> tuple[int, ...]:
 
 def _refuse(why: str) -> NoReturn:
     raise FormatError(f"bad manifest: {why}", path=MANIFEST_PATH)
+
+
+_HEAD_OF_ANY = re.compile(
+    rb'\{"format":"reknit","format_version":\d+,"requires":\["%s"\]' % TOMBSTONE.encode()
+)
+"""The begin of a tombstone of any version: a later one may write its own number."""
+_HEAD = f'{{"format":"reknit","format_version":{FORMAT_VERSION},"requires":["{TOMBSTONE}"]'.encode()
+_DIGEST_NBYTES = len(',"digest":"0123456789abcdef"}')
+_CHANGE = re.compile(rb',"changed":"[0-9a-f]{32}"\Z')
+_CHANGE_NBYTES = len(',"changed":""') + 32
+
+
+def encode_tombstone() -> bytes:
+    """Return the bytes of a new tombstone, which differ from those of all others."""
+    return _with_digest(_HEAD + _change())
+
+
+def is_tombstone(head: bytes) -> bool:
+    """Return whether a file with the name of the manifest is a tombstone, by its first bytes."""
+    return _HEAD_OF_ANY.match(head) is not None
+
+
+def changed(manifest: bytes) -> bytes:
+    """Return a manifest with the same content and other bytes.
+
+    A store may derive the version of an object from its bytes, so these must differ.  Raises as
+    `decode_record` does: a manifest that cannot be read stays as it is.
+    """
+    decode_record(manifest)
+    body = manifest[:-_DIGEST_NBYTES]
+    if _CHANGE.search(body, len(body) - _CHANGE_NBYTES):
+        body = body[:-_CHANGE_NBYTES]
+    return _with_digest(body + _change())
+
+
+def _change() -> bytes:
+    return f',"changed":"{uuid.uuid4().hex}"'.encode()
+
+
+def _with_digest(body: bytes) -> bytes:
+    return body + f',"digest":"{digest(body):016x}"}}'.encode()
+
+
+MAX_NOTE_NBYTES = 1 << 20
+MAX_FOLLOWER_NBYTES = 16 << 20
+MAX_TEXT = 4096
+"""Characters of a reason."""
+
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+_notes_WriteId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """The checkpoint stays until the pin is taken away."""
+
+    reason: _Text
+
+
+class HolderLease(msgspec.Struct, frozen=True):
+    """`holder` reads the checkpoint, or is about to remove it.
+
+    That holds for `seconds` from the date of the note, by the clock of the store.  Without `seconds`, or in a
+    store without dates, it holds until `until`, in seconds since the epoch by the clock of the holder.
+    """
+
+    holder: _Text
+    until: float
+    seconds: float | None = None
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """Numbers by name that were measured after the save; one that was not finite is None."""
+
+    values: dict[str, float | None]
+
+
+class ColdCopy(msgspec.Struct, frozen=True):
+    """A copy of the checkpoint of a save is at `place`, or is being made there.
+
+    `write_id` is that of its manifest.  It goes with the checkpoint, if it has a pin with this `reason`.
+    """
+
+    place: _Text
+    save_id: _notes_WriteId
+    write_id: _notes_WriteId
+    reason: _Text
+
+
+class Follower(msgspec.Struct, frozen=True):
+    """The steps of a run that a follower has met: write ids by the names of their folders."""
+
+    met: dict[str, str]
+
+
+def encode_note(note: Pin | HolderLease | Metrics | ColdCopy | Follower) -> bytes:
+    """Return a note as bytes.  Raises `FormatError` for a note that no reader would take."""
+    try:
+        data = msgspec.json.encode(note)
+    except UnicodeEncodeError as error:
+        raise FormatError(f"a text is not valid Unicode: {error}") from error
+    most = MAX_FOLLOWER_NBYTES if isinstance(note, Follower) else MAX_NOTE_NBYTES
+    if len(data) > most:
+        raise FormatError(f"the note ({type(note).__name__}) has {len(data)} bytes; {most} is the limit")
+    return data
+
+
+def decode_note(data: bytes, kind: type[Note]) -> Note:
+    """Return the note.  Raises `CorruptError`, `FormatError`."""
+    what = f"the note ({kind.__name__})"
+    return decode_strict(
+        data, kind, what=what, max_nbytes=MAX_FOLLOWER_NBYTES, max_depth=4, max_values=1 << 18
+    )

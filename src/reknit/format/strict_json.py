@@ -12,7 +12,7 @@ import numpy as np
 
 from reknit.errors import CorruptError, FormatError, StateError, shown
 from reknit.format.paths import encodable
-from reknit.types.decoding import decoder
+from reknit.types.small import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -22,7 +22,7 @@ import numpy as np
 from reknit import plugins
 from reknit.errors import ReknitError, StateError, UsageError, shortage
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.walk.adapter import Adapter
+from reknit.frameworks.walk import Adapter
 from reknit.frameworks.walk.walk import View
 from reknit.keywords import checked_call
 from reknit.types.box import Box

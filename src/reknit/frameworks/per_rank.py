@@ -16,10 +16,9 @@ from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral, placed_as, put_array, to_neutral
 from reknit.frameworks.numbers import element, from_element, is_number, like, misfit, read_as
 from reknit.frameworks.stateful import fits, hand_over, is_stateful, unlike_now
-from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.own_code import cause
-from reknit.frameworks.walk.state_dict_effects import SETTLED, collect_position, leave, taker_of
-from reknit.frameworks.walk.writable import may_fill
+from reknit.frameworks.walk import Adapter
+from reknit.frameworks.walk.overlap import may_fill
+from reknit.frameworks.walk.own_code import SETTLED, cause, collect_position, leave, taker_of
 from reknit.keywords import checked_call
 from reknit.types.devices import CUDA
 from reknit.types.dtype import ITEMSIZE, numpy_dtype

@@ -13,15 +13,13 @@ from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.numbers import from_element, is_number, like, read_as
-from reknit.frameworks.walk import overlap
-from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.state_dict_effects import SETTLED, is_loader_state, taker_of
+from reknit.frameworks.walk import Adapter, overlap
+from reknit.frameworks.walk.own_code import SETTLED, is_loader_state, taker_of
 from reknit.frameworks.walk.walk import View, first_match
 from reknit.types.box import Box
-from reknit.types.containers import REBUILT
-from reknit.types.dtype import ITEMSIZE, numpy_dtype
-from reknit.types.functions import is_function
+from reknit.types.dtype import ITEMSIZE, is_function, numpy_dtype
 from reknit.types.shard import MAPPING, TensorSpec
+from reknit.types.small import REBUILT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

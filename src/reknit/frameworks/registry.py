@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import ModuleType
 
-    from reknit.frameworks.walk.adapter import Adapter
+    from reknit.frameworks.walk import Adapter
     from reknit.frameworks.walk.walk import Arrays
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings

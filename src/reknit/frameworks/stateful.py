@@ -11,9 +11,8 @@ from msgspec import Struct, field
 from reknit.errors import FormatError, StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import conflict, is_renewable, record_of, to_neutral, trained
-from reknit.frameworks.walk.adapter import Adapter
-from reknit.frameworks.walk.rank_catalog import found_by_keys
-from reknit.frameworks.walk.state_dict_effects import (
+from reknit.frameworks.walk import Adapter
+from reknit.frameworks.walk.own_code import (
     SETTLED,
     collect_position,
     comes_last,
@@ -21,6 +20,7 @@ from reknit.frameworks.walk.state_dict_effects import (
     may_disturb,
     taker_of,
 )
+from reknit.frameworks.walk.requests import found_by_keys
 from reknit.types.entry import own_code
 from reknit.types.shard import Tagged
 
@@ -184,12 +184,12 @@ def hand_over(value: Any, action: Callable[[], None], loading: Loading) -> None:
 def fits(value: Any, saved: Any, place: Place, loading: Loading) -> bool:
     """Return whether a library's object can take a saved value, as far as its class can decide beforehand."""
     if sys.modules.get("torch") is not None:
-        from reknit.frameworks.torch import fitting
+        from reknit.frameworks.torch import numbers
 
-        if why := fitting.misfit(value, saved):
+        if why := numbers.misfit(value, saved):
             loading.report_mismatched(place, why)
             return False
-        if what := fitting.ignored(value, saved):
+        if what := numbers.ignored(value, saved):
             loading.note(place, what)
     return True
 

@@ -8,8 +8,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from reknit.errors import StateError
-from reknit.types.containers import NAMESPACES, REBUILT, rebuilt
 from reknit.types.shard import INTEGER, MAX_DEPTH, escaped
+from reknit.types.small import NAMESPACES, REBUILT, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

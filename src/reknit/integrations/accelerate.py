@@ -1,4 +1,4 @@
-"""How does a script that trains with Accelerate save and load?  With all objects that it has prepared.
+"""The calls of Accelerate that save and load, with all objects that a script has prepared.
 
 In the place of `Accelerator.save_state` and `Accelerator.load_state`: models, optimizers, schedulers, the
 scaler, loaders, registered objects, random generators, and the files of hooks.  A checkpoint loads on any
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from reknit.api import loads, saves
+from reknit.api.ranks import acting
 from reknit.errors import FormatError, MissingExtraError, StateError, UsageError
 from reknit.frameworks.stateful import Accessors, Kept
-from reknit.integrations.trainer_parts.private_hooks import private
+from reknit.integrations.private_hooks import private
 from reknit.options import CommOptions, SaveOptions
-from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
 from reknit.runs.load_step import say_resumed
 
@@ -31,7 +31,7 @@ except ImportError as error:
         remedy="pip install 'reknit[accelerate]'",
     ) from error
 
-from reknit.integrations.trainer_parts.prepared_loaders import CountedLoader, LoaderRngState
+from reknit.integrations.loaders import CountedLoader, LoaderRngState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-    from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
+    from reknit.engine.reports import LoadReport
     from reknit.options import LoadOptions
     from reknit.runs.checkpointer import Checkpointer
 

@@ -1,4 +1,4 @@
-"""How does a replica of torchft that comes back get its state?  From a checkpoint of a healthy replica.
+"""The transport by which a replica of torchft gets its state from a checkpoint of a healthy one.
 
 `ReknitTransport` goes into `torchft.Manager(checkpoint_transport=...)`.  The sender stages its state and goes
 on; its agent writes, and the receiver loads when the step is committed, with every byte checked.
@@ -13,11 +13,11 @@ from uuid import uuid4
 from reknit.api import loads
 from reknit.comm.group import SoloGroup
 from reknit.errors import CheckpointNotFoundError, MissingExtraError, UsageError
+from reknit.events.phase import Deadline
 from reknit.frameworks import tree
 from reknit.frameworks.stateful import Kept
-from reknit.frameworks.torch import declared_parts, dtensor
+from reknit.frameworks.torch import dtensor, flat_part
 from reknit.locations import location_text
-from reknit.monitor.phase import Deadline
 from reknit.policies.keep_policies import latest
 from reknit.runs.checkpointer import Checkpointer
 
@@ -77,7 +77,7 @@ class ReknitTransport(CheckpointTransport[Any]):  # type: ignore[misc]
                 "the state that torchft sends has a DTensor",
                 remedy="use torchft's PGTransport, which receives in place, or send to_local() of it",
             )
-        if tree.any_leaf(state_dict, declared_parts.is_declared):
+        if tree.any_leaf(state_dict, flat_part.is_declared):
             raise UsageError(
                 "the state that torchft sends has a part of a larger tensor",
                 remedy="use torchft's PGTransport, which receives in place, or send detach() of it",

@@ -1,8 +1,11 @@
-"""How does a script that trains with transformers' Trainer save and resume?  With another base class.
+"""The base class `ReknitTrainer`, with which scripts for transformers' Trainer save and resume.
 
 `ReknitTrainer` stands in for `Trainer`, and `ReknitTrainerMixin` does the same for trainers that inherit
 from it, such as those of TRL: ``class MyTrainer(ReknitTrainerMixin, SFTTrainer)``.  The steps of a run are
 checkpoints of a `Checkpointer` below ``OUTPUT_DIR/_reknit``.
+
+transformers skips the first batches of the epoch, but draws the order of the rest from other random states
+than the interrupted run.
 """
 
 from __future__ import annotations
@@ -11,29 +14,30 @@ import logging
 import os
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from reknit import stored
+from reknit.api import stored
+from reknit.api.ranks import acting
 from reknit.engine.stored.steps import step_name
-from reknit.errors import MissingExtraError, UsageError, VersionError
+from reknit.errors import MissingExtraError, StateError, UsageError, VersionError
 from reknit.frameworks.per_rank import RngState
 from reknit.frameworks.stateful import Kept
-from reknit.integrations.trainer_parts import peft_adapters, trainer_objects
-from reknit.integrations.trainer_parts.private_hooks import require_hooks
-from reknit.integrations.trainer_parts.step_limit import StepLimit
-from reknit.integrations.trainer_parts.trainer_loader import TrainerLoader
+from reknit.integrations import trainers
+from reknit.integrations.loaders import CountedLoader, EpochRandom, warn_of_order
+from reknit.integrations.private_hooks import require_hooks
+from reknit.integrations.trainers import StepLimit
 from reknit.locations import location_text
 from reknit.options import SaveOptions
-from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
 from reknit.runs.checkpointer import Checkpointer
-from reknit.runs.later_steps import refuse_living
+from reknit.runs.folder import refuse_living
 from reknit.runs.load_step import UNSOUND, say_resumed
 from reknit.runs.tiers import below
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 except ImportError:
     raise MissingExtraError(
@@ -41,15 +45,164 @@ except ImportError:
         remedy="pip install 'reknit[transformers]'",
     ) from None
 
-from reknit.integrations.trainer_parts.trainer_follower import TrainerFollower
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from os import PathLike
 
-    from reknit.engine.call_reports import LoadReport
+    from reknit.engine.reports import LoadReport
+
 
 logger = logging.getLogger("reknit")
+
+
+class TrainerLoader:
+    """The loader of one training: one that Accelerate has prepared, or a plain one of torch."""
+
+    def __init__(self, loader: Any, accelerator: Any) -> None:
+        self._loader = loader
+        self._position: Any = None
+        if hasattr(loader, "base_dataloader"):
+            loader.base_dataloader = counted = CountedLoader(
+                loader, accelerator.num_processes, split_batches=accelerator.split_batches, ordered=False
+            )
+            self._position = counted.position
+        self._random = EpochRandom(reads_ahead=False) if self._position is None else self._position.random
+        self._given: Any = None
+        self._batches: Any = None
+        self._skipped, self._epoch = 0, 0
+        self._restore: Callable[[], None] | None = None
+        self.has_continued = False
+        """Whether an epoch was continued, with the random generators set."""
+
+    def position(self) -> dict[str, Any] | None:
+        """Return the position for any number of processes, None for a plain loader."""
+        return None if self._position is None else self._position.state_dict()
+
+    def random_state(self) -> dict[str, Any] | None:
+        """Return the random states of this process for the rest of the epoch."""
+        if self._position is not None:
+            states: dict[str, Any] | None = self._position.random_state()
+            return states
+        return self._random.state_dict(self._loader)
+
+    def begin(self) -> None:
+        """Note that an epoch begins now."""
+        if self._position is None and not self._random.is_loaded:
+            self._random.begin(self._loader)
+
+    def resume(
+        self,
+        position: Mapping[str, Any] | None,
+        states: dict[str, Any] | None,
+        skipped: tuple[int, int],
+        restore: Callable[[], None],
+    ) -> None:
+        """Continue at a saved position, where transformers has `skipped` epochs and batches.
+
+        `restore` sets the random generators of the process as they were at the step.
+        """
+        self._epoch, self._skipped = skipped
+        if self._position is not None and position is not None:
+            self._epoch, self._skipped = self._agreed(position, *skipped)
+            self._position.load_state_dict({**position, "epoch": self._epoch}, self._skipped)
+        if not self._skipped:
+            if self._position is not None:
+                self._random.load_state_dict(states)
+            return
+        if states is not None or (self._position is not None and position is not None):
+            self._random.load_state_dict(states)
+            self._restore = restore
+        else:
+            warn_of_order(self._loader)
+
+    def batches(self, given: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of an epoch in the place of the iterator that transformers has made for it."""
+        if given is not self._given:
+            self._given = self._batches = given
+            restore, self._restore = self._restore, None
+            if restore is not None:
+                self.has_continued = True
+                restore()
+                self._batches = self._continued()
+        batches: Iterator[Any] = self._batches
+        return batches
+
+    def _continued(self) -> Iterator[Any]:
+        if self._position is None:
+            return self._random.batches(self._loader, self._skipped)
+        self._loader.set_epoch(self._epoch)
+        return iter(self._loader)
+
+    def _agreed(self, position: Mapping[str, Any], epochs: int, batches: int) -> tuple[int, int]:
+        """Return the epochs and batches to skip: the saved ones for a loader without a length.
+
+        transformers computes its own from that length.
+        """
+        try:
+            saved = position["epoch"], self._position.steps(position)
+        except StateError:
+            saved = None
+        if saved == (epochs, batches):
+            return saved
+        try:
+            len(self._loader)
+        except TypeError:  # of a data set without a length
+            if saved is not None:
+                return self._unsized(saved, epochs)
+        logger.warning(
+            "the step was saved after %d batches of epoch %d, and transformers continues after %d of epoch "
+            "%d here: some samples come twice, or never.  Keep the number of samples of a step to "
+            "prevent that",
+            position["batches"] if saved is None else saved[1],
+            position["epoch"],
+            batches,
+            epochs,
+        )
+        return epochs, batches
+
+    @staticmethod
+    def _unsized(saved: tuple[int, int], epochs: int) -> tuple[int, int]:
+        if saved[0] != epochs:
+            logger.warning(
+                "the data set has no length, so transformers counts its epochs from %d again after this one, "
+                "which is number %d; an order that depends on the number of the epoch differs from then on",
+                epochs + 1,
+                saved[0],
+            )
+        return saved
+
+
+class TrainerFollower(TrainerCallback):
+    """Follows a training for its trainer."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Follow the loader of the training."""
+        if self._trainer._reknit_run is not None:
+            self._trainer._reknit_follow(others["train_dataloader"])
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Note that an epoch begins."""
+        if self._trainer._reknit_data is not None:
+            self._trainer._reknit_data.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
+        """Add a save, or the end, if the policy of the run decides so."""
+        run = self._trainer._reknit_run
+        if run is not None and self._trainer._reknit_decides:
+            control.should_save = run.should_save(state.global_step) or control.should_save
+            control.should_training_stop = run.preempted is not None or control.should_training_stop
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
+        """Note the metrics of an evaluation."""
+        step, before = self._trainer._reknit_scores
+        numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, Real)}
+        earlier = before if step == state.global_step else {}  # a step may have several evaluations
+        self._trainer._reknit_scores = state.global_step, {**earlier, **numbers}
+
 
 FOLDER = "_reknit"
 """The folder of the steps in `output_dir`; pushes to the hub leave out names that begin like this."""
@@ -90,7 +243,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         require_hooks("transformers", type(self))
-        trainer_objects.check_items(items)
+        trainers.check_items(items)
         self._reknit_items = dict(items or {})
         self._reknit_given = dict(checkpoints or {})
         self._reknit_run: Checkpointer | None = None
@@ -119,10 +272,10 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             place = self._reknit_start(resume_from_checkpoint, self._get_output_dir(trial))
             while True:
                 if self._reknit_from is not None:
-                    trainer_objects.write_progress(self._reknit_saved.values, place := folder)
+                    trainers.write_progress(self._reknit_saved.values, place := folder)
                 try:
                     return super().train(place, trial, ignore_keys_for_eval)
-                except trainer_objects.UnsoundStep as unsound:
+                except trainers.UnsoundStep as unsound:
                     self._reknit_find_older(unsound)
 
     @contextmanager
@@ -133,7 +286,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
                 "the trainer uses DeepSpeed, whose engine loads its checkpoints itself",
                 remedy="use reknit.integrations.deepspeed in a loop of your own, or FSDP in the trainer",
             )
-        given, self._reknit_root, self._reknit_decides = trainer_objects.run_arguments(
+        given, self._reknit_root, self._reknit_decides = trainers.run_arguments(
             self._reknit_given, os.path.join(self._get_output_dir(trial), FOLDER), StepLimit.of(self.args)
         )
         try:
@@ -149,10 +302,10 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         """
         run, root = self._reknit_open, self._reknit_root
         saves = self._reknit_decides or self.args.save_strategy != "no"
-        native: tuple[int, str] | None = (0, os.fspath(where)) if trainer_objects.is_native(where) else None
+        native: tuple[int, str] | None = (0, os.fspath(where)) if trainers.is_native(where) else None
         if native is None and (where is True or (where is None and saves)):
             alone = run if where is True else None
-            native = self._reknit_ask("find", partial(trainer_objects.newest_native, folder, alone))
+            native = self._reknit_ask("find", partial(trainers.newest_native, folder, alone))
         if where is True and native is not None and not (os.path.isdir(root) or run.latest() is not None):
             own = 0
         elif where and (where is True or native is None):
@@ -163,12 +316,12 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             return None
         self._reknit_from = None
         if saves:
-            after = 0 if native is None or not where else trainer_objects.step_of(native[1])
+            after = 0 if native is None or not where else trainers.step_of(native[1])
             replaces = self._reknit_given.get("later_steps", "refuse") != "refuse"
-            later = partial(trainer_objects.refuse_later, run, root, after, replaces=replaces)
+            later = partial(trainers.refuse_later, run, root, after, replaces=replaces)
             self._reknit_ask("begin", later)
             if where is None:
-                trainer_objects.refuse_native(native)
+                trainers.refuse_native(native)
             if self._reknit_given.get("other_run", "refuse") == "refuse":
                 self._reknit_ask("owner", partial(refuse_living, root))
         if native is None or not where:
@@ -191,7 +344,7 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         if where is True:
             following = run._resume({"trainer": self._reknit_saved}, None)  # the rest of the step says it
             self._reknit_from = following - 1 if following else None
-        elif (number := trainer_objects.number_at(where, self._reknit_root)) is not None:
+        elif (number := trainers.number_at(where, self._reknit_root)) is not None:
             run.load({"trainer": self._reknit_saved}, number)
             self._reknit_from = number
         else:
@@ -202,13 +355,13 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             )
         if self._reknit_from is not None:
             saved = self._reknit_saved.values["adapters"]
-            peft_adapters.require_bases(saved, trainer_objects.unwrapped(self))
+            trainers.require_bases(saved, trainers.unwrapped(self))
         return self._reknit_from or 0
 
-    def _reknit_find_older(self, unsound: trainer_objects.UnsoundStep) -> None:
+    def _reknit_find_older(self, unsound: trainers.UnsoundStep) -> None:
         """Go on from the newest older step, as `Checkpointer.resume` does.  Raises the error of the step."""
         run, before = self._reknit_open, self._reknit_from or 0
-        if (older := trainer_objects.newest_before(before, run.steps())) is None:
+        if (older := trainers.newest_before(before, run.steps())) is None:
             raise unsound.error
         logger.warning("passed over step %d: %s", before, unsound.error.message)
         self._reknit_from = run.load({"trainer": self._reknit_saved}, older).step
@@ -234,9 +387,9 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             self.state.best_model_checkpoint = path
         data = self._reknit_data
         epoch = None if data is None else data.random_state()
-        state = trainer_objects.objects_of(self, Kept({**RngState().state_dict(), "loader": epoch}))
+        state = trainers.objects_of(self, Kept({**RngState().state_dict(), "loader": epoch}))
         if self.args.process_index == 0:  # times of evaluations in it differ between ranks
-            progress = trainer_objects.progress_of(self, ExportableState)
+            progress = trainers.progress_of(self, ExportableState)
             state["trainer"] = Kept({**progress, "loader": None if data is None else data.position()})
         scores = self._reknit_scores[1] if self._reknit_scores[0] == step else None
         pending = run.save(step, state, scores, force=True)
@@ -250,11 +403,11 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         """Fill the model from the best step."""
         run = self._reknit_run
         best = None if run is None else self.state.best_model_checkpoint
-        if run is None or (number := trainer_objects.number_at(best, self._reknit_root)) is None:
+        if run is None or (number := trainers.number_at(best, self._reknit_root)) is None:
             super()._load_best_model()
             return
         run.wait()
-        run.load({"model": trainer_objects.model_of(self)}, number)
+        run.load({"model": trainers.model_of(self)}, number)
 
     # Calls of transformers while it resumes; for its own checkpoints its own methods answer them.
 
@@ -269,18 +422,16 @@ class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]
             return
         self._reknit_rng = Kept()
         try:
-            report = self._reknit_open.load(
-                trainer_objects.objects_of(self, self._reknit_rng), self._reknit_from
-            )
+            report = self._reknit_open.load(trainers.objects_of(self, self._reknit_rng), self._reknit_from)
         except VersionError:
             raise
         except UNSOUND as error:
-            raise trainer_objects.UnsoundStep(error) from error
+            raise trainers.UnsoundStep(error) from error
         self.reknit_report = report
         if self.args.process_index == 0:
             say_resumed(report, self.args.world_size)
         best = self._reknit_saved.values["state"]["best_model_checkpoint"]
-        self.state.best_model_checkpoint = trainer_objects.moved(best, self._reknit_root)
+        self.state.best_model_checkpoint = trainers.moved(best, self._reknit_root)
 
     def _load_scaler(self, checkpoint: Any) -> None:
         if self._reknit_from is None:

@@ -1,1 +1,1 @@
-"""Who moves which bytes?  Pure functions from holdings to plans: no I/O, no messages, no clock."""
+"""Pure functions from holdings to plans of who moves which bytes: no I/O, no messages, no clock."""

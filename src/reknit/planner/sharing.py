@@ -1,22 +1,200 @@
-"""Which rank reads the bytes that several ranks want, and which ranks pass them on to the others?"""
+"""The ranges that several ranks want: the rank that reads each, and the ranks that pass it on."""
 
 from __future__ import annotations
 
+import heapq
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from reknit.errors import ProtocolError
-from reknit.planner.balance import readers
-from reknit.planner.fetches import bounds_of, merged, numbers_of, occurrences, runs
+from reknit.planner.pieces import reach_before
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from reknit.planner.fetches import Fetches
+
+class Fetches(NamedTuple):
+    """Byte ranges in order of file and start, and who wants each.
+
+    Fetch `f` is wanted by `rank[first[f]:first[f + 1]]`, in order of host, then of rank; `wanted` says how
+    many of its bytes each of these wants.
+    """
+
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    first: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+
+    def of_rank(self) -> NDArray[np.int64]:
+        """Return the number of the fetch for each row of `rank`."""
+        return np.repeat(np.arange(len(self.file)), np.diff(self.first))
+
+    def only(self, keep: NDArray[np.bool_]) -> Fetches:
+        """Return some of the fetches."""
+        counts = np.diff(self.first)
+        rows = np.repeat(keep, counts)
+        return Fetches(
+            self.file[keep],
+            self.start[keep],
+            self.nbytes[keep],
+            bounds_of(counts[keep]),
+            self.rank[rows],
+            self.wanted[rows],
+        )
+
+
+def merged(
+    file: NDArray[np.int64],
+    start: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+    rank: NDArray[np.int64],
+    host: NDArray[np.int64],
+) -> Fetches:
+    """Merge overlapping reads, a row for each read of a rank, and return the ranges that several ranks want.
+
+    Rank `r` is on host `host[r]`.  Reads that only touch stay apart.
+    """
+    # Files are laid end to end, so that one sort serves them all.
+    wide = int((start + nbytes).max(initial=0)) + 1
+    order = np.argsort(file * wide + start, kind="stable")
+    file, start, nbytes, rank = file[order], start[order], nbytes[order], rank[order]
+    stop = start + nbytes
+    fresh = start >= reach_before(file, stop)
+    first = np.flatnonzero(fresh)
+    # Ranks of one host side by side, since the next steps go by host.
+    place = np.argsort(np.argsort(host, kind="stable"))
+    fetch = np.cumsum(fresh) - 1
+    by_rank = np.argsort(fetch * len(host) + place[rank], kind="stable")
+    fetch, rank, nbytes = fetch[by_rank], rank[by_rank], nbytes[by_rank]
+    wants = runs(fetch, rank)[:-1]
+    counts = np.bincount(fetch[wants], minlength=len(first))
+    everything = Fetches(
+        file[first],
+        start[first],
+        np.maximum.reduceat(stop, first) - start[first],
+        bounds_of(counts),
+        rank[wants],
+        np.add.reduceat(nbytes, wants),
+    )
+    return everything.only(counts > 1)
+
+
+def bounds_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bounds of groups of these sizes, laid end to end."""
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+
+
+def runs(*columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the starts of runs of equal rows, and the end of the last run."""
+    fresh = np.zeros(max(len(columns[0]) - 1, 0), np.bool_)
+    for column in columns:
+        fresh |= column[1:] != column[:-1]
+    if not len(columns[0]):
+        return np.zeros(1, np.int64)
+    return np.concatenate(([0], np.flatnonzero(fresh) + 1, [len(columns[0])]))
+
+
+def numbers_of(first: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a number for each list `rank[first[k]:first[k + 1]]`, the same for equal lists."""
+    content = rank.astype(np.int32).tobytes()
+    numbers: dict[bytes, int] = {}
+    return np.fromiter(
+        (
+            numbers.setdefault(content[begin:end], len(numbers))
+            for begin, end in pairwise((first * 4).tolist())
+        ),
+        np.int64,
+        len(first) - 1,
+    )
+
+
+def occurrences(column: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each value the number of equal values before it."""
+    order = np.argsort(column, kind="stable")
+    bounds = runs(column[order])
+    seen = np.empty(len(column), np.int64)
+    seen[order] = np.arange(len(column)) - np.repeat(bounds[:-1], np.diff(bounds))
+    return seen
+
+
+SETTLING = 1 << 12
+"""Up to this many different sets of ranks are gone through more than once."""
+
+
+def readers(fetches: Fetches, alone: NDArray[np.int64], host: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rank that reads each fetch, one of the ranks that want it, so that ranks read equally much.
+
+    `alone` are the bytes that each rank would read without sharing.  All fetches that the same ranks want are
+    divided at once.  Small sets of ranks come first, since the ranks of large sets can then still even out
+    the rest.  The best choice for a set depends on the others.  So bytes are divided first, then whole
+    fetches, and the sets whose fetches came out uneven once more.
+    """
+    reader = np.empty(len(fetches.file), np.int64)
+    load = alone.astype(np.float64) - np.bincount(fetches.rank, fetches.wanted, len(host))
+    sets = _sets(fetches, host)
+    taken: list[NDArray[np.float64]] = [np.zeros(len(s.ranks)) for s in sets]
+    for whole in (False, False, False, True, True) if 1 < len(sets) <= SETTLING else (True,):
+        for k, (ranks, rows, nbytes) in enumerate(sets):
+            load[ranks] -= taken[k]
+            taken[k] = _levelling(load[ranks], nbytes)
+            if whole:
+                sizes = fetches.nbytes[rows]
+                dealt = np.fromiter(_dealt(sizes, taken[k]), np.int64, len(rows))
+                reader[rows] = ranks[dealt]
+                taken[k] = np.bincount(dealt, sizes, len(ranks)).astype(np.float64)
+            load[ranks] += taken[k]
+    return reader
+
+
+class _Set(NamedTuple):
+    """Ranks that want the same fetches, numbers `rows`, of `nbytes` bytes in all."""
+
+    ranks: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    nbytes: int
+
+
+def _sets(fetches: Fetches, host: NDArray[np.int64]) -> list[_Set]:
+    """Return the different sets of ranks, small ones first, neighbours on different hosts."""
+    number = numbers_of(fetches.first, fetches.rank)
+    order = np.argsort(number, kind="stable")
+    place = np.argsort(np.lexsort((host, occurrences(host))))
+    sets = []
+    for begin, end in pairwise(runs(number[order]).tolist()):
+        rows = order[begin:end]
+        ranks = fetches.rank[fetches.first[rows[0]] : fetches.first[rows[0] + 1]]
+        sets.append(_Set(ranks[np.argsort(place[ranks])], rows, int(fetches.nbytes[rows].sum())))
+    sets.sort(key=lambda s: len(s.ranks))
+    return sets
+
+
+def _levelling(load: NDArray[np.float64], nbytes: int) -> NDArray[np.float64]:
+    """Return the share of each in `nbytes`, in whole bytes, so that the least loaded come to one level."""
+    # The lowest k, filled up evenly, reach a level that falls with k until all below it are among them.
+    level = float(((nbytes + np.cumsum(np.sort(load))) / np.arange(1, len(load) + 1)).min())
+    shares: NDArray[np.float64] = np.ceil(np.maximum(level - load, 0))
+    return shares
+
+
+def _dealt(nbytes: NDArray[np.int64], shares: NDArray[np.float64]) -> Iterator[int]:
+    """Deal fetches one by one, each to the rank that has the smallest part of its share so far.
+
+    No rank gets more than its share and one fetch, at any time: the rank that is behind has at most the part
+    that all have together.
+    """
+    waiting = [(0.0, -share, k, 0) for k, share in enumerate(shares.tolist()) if share > 0]
+    heapq.heapify(waiting)
+    for size in nbytes.tolist():
+        _, share, k, dealt = waiting[0]
+        yield k
+        heapq.heapreplace(waiting, (-(dealt + size) / share, share, k, dealt + size))
+
 
 WORTH_NBYTES = 32 << 20
 """With costs given, sharing is set up only if some rank takes part in fetches of this many bytes."""

@@ -52,14 +52,14 @@ class Command(NamedTuple):
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 STORAGE = {
-    "hdfs": "reknit.storage.hdfs.store:open_with_retries",
-    ANY: "reknit.storage.fsspec_protocols",
+    "hdfs": "reknit.stores.hdfs.store:open_with_retries",
+    ANY: "reknit.stores.fsspec_protocols",
 }
 """For a scheme, the function that opens a URL; for all others, a module that may have one."""
 FRAMEWORKS: dict[str, Framework | str] = {
-    "deepspeed": Framework("reknit.frameworks.deepspeed.zero_optimizers", "deepspeed"),
+    "deepspeed": Framework("reknit.integrations.deepspeed.zero", "deepspeed"),
     "vescale": Framework(
-        "reknit.frameworks.vescale",
+        "reknit.integrations.vescale",
         "vescale",
         (
             "vescale.optim.base_optimizer:BasicOptimizer",
@@ -67,7 +67,7 @@ FRAMEWORKS: dict[str, Framework | str] = {
         ),
     ),
     "megatron": Framework(
-        "reknit.frameworks.megatron.megatron_adapters",
+        "reknit.integrations.megatron.state",
         "megatron.core",
         (
             "megatron.core.transformer.module:MegatronModule",
@@ -77,51 +77,49 @@ FRAMEWORKS: dict[str, Framework | str] = {
             f"{_MAPPING}:ShardedTensorFactory",
             f"{_MAPPING}:ShardedObject",
             f"{_MAPPING}:LocalNonpersistentObject",
-            "reknit.frameworks.megatron.sharded_leaves:FlatLeaves",
+            "reknit.integrations.megatron.model:FlatLeaves",
         ),
     ),
     "torch": Framework("reknit.frameworks.torch.tensor", "torch"),
-    "torch-signatures": Framework("reknit.frameworks.torch.tensor_signature", "torch"),
-    "torch-modules": Framework(
-        "reknit.frameworks.torch.modules.module_adapter", "torch", ("torch.nn:Module",)
-    ),
+    "torch-signatures": Framework("reknit.frameworks.torch.signature", "torch"),
+    "torch-modules": Framework("reknit.frameworks.torch.modules", "torch", ("torch.nn:Module",)),
     "torch-optimizers": Framework(
-        "reknit.frameworks.optimizer.optimizer_adapter",
+        "reknit.frameworks.torch.optimizers",
         "torch",
         ("torch.optim:Optimizer",),
         keys=frozenset({"state", "param_groups"}),
     ),
-    "torch-numbers": "reknit.frameworks.torch.tensor_numbers",
-    "jax": Framework("reknit.frameworks.jax.jax_arrays", "jax"),
-    "jax-values": "reknit.frameworks.jax.array_values",
-    "torchdata": "reknit.frameworks.loaders.readers",
-    "loaders": Framework("reknit.frameworks.loader_adapter", methods=("replicated_state", "stream_state")),
+    "torch-numbers": "reknit.frameworks.torch.numbers",
+    "jax": Framework("reknit.integrations.jax.arrays", "jax"),
+    "jax-values": "reknit.integrations.jax.filling",
+    "torchdata": "reknit.dataloader.positions",
+    "loaders": Framework("reknit.dataloader.state", methods=("replicated_state", "stream_state")),
 }
 """Adapters for objects, in the order of use; the others are modules that are asked for by name."""
 JOBS = {
-    "jax": "reknit.frameworks.jax.jax_job:current_job",
-    "jax://": "reknit.frameworks.jax.jax_job:coordination_store",
+    "jax": "reknit.integrations.jax.job:current_job",
+    "jax://": "reknit.integrations.jax.job:coordination_store",
 }
 """For an imported library, the job of this process; for the scheme of a meeting place, its store."""
 FORMATS = {
-    ANY: "reknit.engine.foreign.programs",
-    "any-read": "reknit.engine.foreign.open_foreign",
-    "any-verify": "reknit.engine.stored.verify_foreign:verify_foreign",
-    "any-rules": "reknit.transforms.models.conversion:rules_for",
-    "ByteCheckpoint": "reknit.engine.foreign.bytecheckpoint_folder:read_folder",
-    "DCP": "reknit.engine.foreign.dcp_folder:read_folder",
-    "DeepSpeed": "reknit.engine.foreign.deepspeed.folder:read_folder",
-    "Orbax": "reknit.engine.foreign.orbax_folder:read_folder",
-    "Megatron": "reknit.engine.foreign.megatron_folder:read_folder",
-    "Hugging-Face": "reknit.engine.foreign.safetensors_files:read_folder",
-    "PEFT": "reknit.engine.foreign.safetensors_files:read_adapter",
-    "torch.save-file": "reknit.engine.foreign.torch_files:add_file",
-    "Lightning-file": "reknit.engine.foreign.torch_files:add_file",
-    "safetensors-file": "reknit.engine.foreign.safetensors_files:add_safetensors",
-    "Hugging-Face-file": "reknit.engine.foreign.safetensors_files:add_index",
-    "GGUF-file": "reknit.engine.foreign.array_files:add_gguf",
-    "npz-file": "reknit.engine.foreign.array_files:add_npz",
-    "npy-file": "reknit.engine.foreign.array_files:add_npy",
+    ANY: "reknit.integrations.formats.programs",
+    "any-read": "reknit.integrations.formats.open",
+    "any-verify": "reknit.integrations.formats.verify:verify_foreign",
+    "any-rules": "reknit.integrations.hugging_face.conversion:rules_for",
+    "ByteCheckpoint": "reknit.integrations.bytecheckpoint.folder:read_folder",
+    "DCP": "reknit.integrations.dcp.folder:read_folder",
+    "DeepSpeed": "reknit.integrations.deepspeed.folder:read_folder",
+    "Orbax": "reknit.integrations.orbax.folder:read_folder",
+    "Megatron": "reknit.integrations.megatron.folder:read_folder",
+    "Hugging-Face": "reknit.integrations.hugging_face.safetensors:read_folder",
+    "PEFT": "reknit.integrations.hugging_face.safetensors:read_adapter",
+    "torch.save-file": "reknit.integrations.torch_save.files:add_file",
+    "Lightning-file": "reknit.integrations.torch_save.files:add_file",
+    "safetensors-file": "reknit.integrations.hugging_face.safetensors:add_safetensors",
+    "Hugging-Face-file": "reknit.integrations.hugging_face.safetensors:add_index",
+    "GGUF-file": "reknit.integrations.numpy_gguf.files:add_gguf",
+    "npz-file": "reknit.integrations.numpy_gguf.files:add_npz",
+    "npy-file": "reknit.integrations.numpy_gguf.files:add_npy",
 }
 """The readers of other programs' checkpoints.
 
@@ -134,11 +132,9 @@ COMMANDS = {
     "show": Command("reknit.cli.show", "show the content of a checkpoint"),
     "verify": Command("reknit.cli.verify", "check a checkpoint without loading it"),
     "diff": Command("reknit.cli.diff", "compare two checkpoints, of reknit or of other programs"),
-    "report": Command("reknit.cli.reports.report", "show the times of all phases on all ranks, from events"),
-    "trace": Command(
-        "reknit.cli.reports.report", "write a trace of all ranks for Perfetto or Chrome, from events"
-    ),
-    "dash": Command("reknit.cli.reports.dash", "serve the report to a browser, and keep it up to date"),
+    "report": Command("reknit.cli.report", "show the times of all phases on all ranks, from events"),
+    "trace": Command("reknit.cli.report", "write a trace of all ranks for Perfetto or Chrome, from events"),
+    "dash": Command("reknit.cli.dash", "serve the report to a browser, and keep it up to date"),
     "advise": Command("reknit.cli.advise", "compute the best time between saves"),
     "import": Command("reknit.cli.imports", "make a checkpoint of one that another program saved"),
     "export": Command("reknit.cli.export", "write a checkpoint in another format"),

@@ -5,7 +5,7 @@ from reknit.frameworks.custom import Held as Held
 from reknit.frameworks.custom import Value as Value
 from reknit.frameworks.custom import register_framework as register_framework
 from reknit.frameworks.training_job import TrainingJob as TrainingJob
-from reknit.frameworks.walk.adapter import Adapter as Adapter
+from reknit.frameworks.walk import Adapter as Adapter
 from reknit.frameworks.walk.load_walk import Loading as Loading
 from reknit.frameworks.walk.save_walk import Saving as Saving
 from reknit.frameworks.walk.walk import Arrays as Arrays

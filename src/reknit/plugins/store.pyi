@@ -2,14 +2,14 @@
 
 from reknit.storage.base import CommitsLate as CommitsLate
 from reknit.storage.base import Dated as Dated
+from reknit.storage.base import ExistingError as ExistingError
 from reknit.storage.base import Listed as Listed
 from reknit.storage.base import Reading as Reading
 from reknit.storage.base import Storage as Storage
 from reknit.storage.base import Writer as Writer
-from reknit.storage.errors import ExistingError as ExistingError
-from reknit.storage.errors import existing as existing
-from reknit.storage.errors import missing as missing
-from reknit.storage.errors import too_large as too_large
+from reknit.storage.base import existing as existing
+from reknit.storage.base import missing as missing
+from reknit.storage.base import too_large as too_large
 from reknit.storage.local.memory import MemoryStorage as MemoryStorage
 from reknit.storage.local.store import LocalStorage as LocalStorage
 from reknit.storage.paths import check_path as check_path

@@ -5,10 +5,9 @@ Save policies: `every`, `at`, `first`, `last`, `continuous`, `auto`, `on_preempt
 of a `Moment` for saving, of a list of steps for keeping (it returns numbers).
 """
 
-from reknit.policies.intervals import at, every, last
 from reknit.policies.keep_policies import best, latest, without, younger
 from reknit.policies.policy import Facts, Moment, Policy
-from reknit.policies.save_policies import auto, continuous, first, on_preemption
+from reknit.policies.save_policies import at, auto, continuous, every, first, last, on_preemption
 
 __all__ = [
     "Facts",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from reknit.types.saved_step import SavedStep
+    from reknit.types.manifest import SavedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from reknit.types.saved_step import SavedStep
+    from reknit.types.manifest import SavedStep
 
 SaveRule: TypeAlias = "Policy | Callable[[Moment], object]"
 """A policy or a function that decides when to save."""

@@ -1,16 +1,147 @@
-"""Policies for the moments to save."""
+"""Policies for the moments to save: intervals of steps or of time, listed steps, and the best interval."""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from math import exp, expm1, sqrt
 from os import PathLike
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
-from reknit.policies.cost_model import RunCosts
-from reknit.policies.policy import HOUR_S, Moment, Policy, SavePolicy, positive
+from reknit.policies.policy import HOUR_S, Moment, Policy, SavePolicy, at_least_1, interval_s, positive, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from reknit.types.manifest import SavedStep
+
+
+@dataclass(frozen=True, slots=True)
+class _EverySteps(Policy):
+    steps: int
+
+    def due(self, moment: Moment) -> bool | None:
+        # Not only exact multiples: a loop may ask after every tenth step only, or begin at any step.
+        return moment.step // self.steps > (moment.saved or 0) // self.steps
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        later = [each for each in steps if each.step is not None and each.step >= self.steps]
+        return _first_of_each(later, lambda each: (each.step or 0) // self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _EverySeconds(Policy):
+    seconds: float
+
+    def due(self, moment: Moment) -> bool | None:
+        return None if moment.facts is None else moment.facts.seconds >= self.seconds
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return _first_of_each(steps, lambda each: int(each.created // self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _At(Policy):
+    steps: frozenset[int]
+
+    def due(self, moment: Moment) -> bool | None:
+        return moment.step in self.steps
+
+    def kept(self, steps: Sequence[SavedStep], now: float) -> AbstractSet[int]:
+        return self.steps
+
+
+@checked_call
+def every(
+    steps: int | None = None,
+    *,
+    seconds: float | None = None,
+    minutes: float | None = None,
+    hours: float | None = None,
+) -> Policy:
+    """Save at an interval of steps or of time; or keep the first step of each interval.
+
+    ``every(steps=500)`` saves at the first step from each multiple of 500 on.  As a policy for keeping, it
+    keeps these steps, and none before the first multiple.
+    """
+    length = interval_s("every", steps=steps, seconds=seconds, minutes=minutes, hours=hours)
+    return _EverySteps(at_least_1("steps", steps)) if steps is not None else _EverySeconds(length)
+
+
+@checked_call
+def at(*steps: int) -> Policy:
+    """Save at these steps; or keep them."""
+    return _At(frozenset(whole("a step", step, least=0) for step in steps))
+
+
+@checked_call
+def last(total: int) -> Policy:
+    """Save at the last step of `total`, which is ``total - 1``."""
+    return _At(frozenset({at_least_1("total", total) - 1}))
+
+
+def _first_of_each(steps: Sequence[SavedStep], interval: Callable[[SavedStep], int]) -> AbstractSet[int]:
+    """Return the first step of each interval."""
+    first: dict[int, int] = {}
+    for each in steps:
+        if each.step is not None:
+            first.setdefault(interval(each), each.step)
+    return set(first.values())
+
+
+_NEWTON_STEPS = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunCosts:
+    """The costs of saves and failures in a run, in seconds.
+
+    A save blocks training for `stall_s`, and is committed `write_s` after it began.  Failures come at random
+    moments, on average every `mttf_s`, and training continues `restart_s` after a failure.
+    """
+
+    stall_s: float
+    write_s: float
+    restart_s: float
+    mttf_s: float
+
+    def ettr(self, interval_s: float) -> float:
+        """Return the effective training time ratio with `interval_s` of training between two saves.
+
+        That is the share of the time that is spent on training which is never lost.  Until a failure comes,
+        the k-th save is committed after ``k * (interval + stall) - stall + write``; failures are
+        exponentially distributed.
+        """
+        rate = 1.0 / self.mttf_s
+        # Beyond this, the probability that even one save is committed is 0 as a float.
+        period = min(rate * (interval_s + self.stall_s), 700.0)
+        kept_s = interval_s * exp(-rate * max(self.write_s - self.stall_s, 0.0)) / expm1(period)
+        return kept_s / (self.mttf_s + self.restart_s)
+
+    def best_interval_s(self) -> float:
+        """Return the time between saves with the highest `ettr`, but no less than a save takes.
+
+        Daly (2006), where Young (1974) has ``sqrt(2 * stall * mttf)``; found by Newton's method.
+        """
+        interval = sqrt(2.0 * self.stall_s * self.mttf_s)
+        for _ in range(_NEWTON_STEPS):
+            lost = -expm1(-(interval + self.stall_s) / self.mttf_s)
+            if lost == 0.0:
+                break
+            interval -= (interval - self.mttf_s * lost) / lost
+        return max(interval, self.write_s)
+
+    def shares(self, interval_s: float) -> dict[str, float]:
+        """Return the shares of the time for training that is kept, stalls, repeated work and restarts."""
+        kept = self.ettr(interval_s)
+        restart = self.restart_s / (self.mttf_s + self.restart_s)
+        stalls = (1.0 - restart) * self.stall_s / (interval_s + self.stall_s)
+        again = max(1.0 - restart - stalls - kept, 0.0)  # below by rounding only
+        return {"kept": kept, "stalls": stalls, "again": again, "restarts": restart}
+
 
 CLOUDS = ("aws", "gcp", "azure")
 """Providers whose notices `on_preemption` reads."""

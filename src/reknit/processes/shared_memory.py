@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import UsageError
-from reknit.processes.nameless import map_file, memory_errors, nameless_file, require_size
+from reknit.processes.channel import map_file, memory_errors, nameless_file, require_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

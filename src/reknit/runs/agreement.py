@@ -9,14 +9,13 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import group as comm
-from reknit.engine.background.side_group import side_group
+from reknit.engine.background.lanes import side_group
 from reknit.errors import ReknitError
-from reknit.monitor.phase import monotonic
+from reknit.events.phase import monotonic
 from reknit.options import CommOptions
 from reknit.policies.policy import Moment
 from reknit.policies.save_policies import OnPreemption
-from reknit.runs.notices.early_rounds import EarlyRounds
-from reknit.runs.notices.preemption import Notice, Notices
+from reknit.runs.preemption import EarlyRounds, Notice, Notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Which steps go to which tier: the steps of this run as they are saved, and the steps of an earlier run?"""
+"""The tiers of each step: of this run's steps as they are saved, and of those of an earlier run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.engine.memory.pace import Pace
-from reknit.engine.stored.copy_files import Promotion
-from reknit.engine.stored.promote import promote_alone
+from reknit.engine.memory.workers import Pace
+from reknit.engine.stored.promote import Promotion, promote_alone
 from reknit.engine.stored.steps import described, numbered, steps_below
 from reknit.errors import ReknitError
-from reknit.monitor.phase import Recorder, monotonic, now
+from reknit.events.phase import Recorder, monotonic, now
 from reknit.options import LEAST_INFLIGHT_NBYTES
 from reknit.policies.policy import Facts, Moment
 from reknit.runs.agreement import ask_root
@@ -22,13 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Group
-    from reknit.engine.record.line import Line
-    from reknit.engine.record.run_record import Run
-    from reknit.monitor.outlet import Outlet
+    from reknit.engine.stored.run_record import Line, Run
+    from reknit.events.outlet import Outlet
     from reknit.options import SaveOptions
     from reknit.policies.policy import Policy
     from reknit.runs.tiers import Level
-    from reknit.types.saved_step import SavedStep
+    from reknit.types.manifest import SavedStep
 
 logger = logging.getLogger("reknit")
 

@@ -8,22 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from reknit.api import saves
-from reknit.arguments import check_state, checked_metrics
-from reknit.calls import agents_for, raised_on_all_ranks
-from reknit.engine.display import Shown, some
+from reknit.api.checks import agents_for, check_state, checked_metrics, raised_on_all_ranks
+from reknit.api.ranks import AnyGroup, acting
+from reknit.engine.reports import Shown, some
 from reknit.engine.stored.steps import METRICS, step_name
+from reknit.events.phase import Recorder, monotonic, now
+from reknit.events.to_file import outlets_for
 from reknit.keywords import checked_call
-from reknit.monitor.phase import Recorder, monotonic, now
-from reknit.monitor.sinks.choosing import outlets_for
 from reknit.options import LoadOptions, SaveOptions
-from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import Agreement
-from reknit.runs.cadence import Cadence
-from reknit.runs.load_step import StepLoader
-from reknit.runs.other_hosts import OtherHosts
-from reknit.runs.pending_saves import PendingSaves
-from reknit.runs.position import Position
-from reknit.runs.run_arguments import (
+from reknit.runs.arguments import (
     check_keep,
     check_one_root,
     check_start,
@@ -31,19 +25,22 @@ from reknit.runs.run_arguments import (
     policy_for,
     step_number,
 )
-from reknit.runs.run_folder import LaterSteps, OtherRun, RunFolder
-from reknit.runs.tiers import Tier, below, opened
+from reknit.runs.cadence import Cadence
+from reknit.runs.folder import LaterSteps, OtherRun, RunFolder
+from reknit.runs.load_step import Position, StepLoader
+from reknit.runs.pending_saves import PendingSaves
+from reknit.runs.tiers import OtherHosts, Tier, below, opened
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.call_reports import LoadReport
     from reknit.engine.outcome import PendingSave
+    from reknit.engine.reports import LoadReport
     from reknit.policies.policy import KeepRule, SaveRule
     from reknit.runs.cooling import Cool
-    from reknit.types.saved_step import SavedStep
+    from reknit.types.manifest import SavedStep
 
 logger = logging.getLogger("reknit")
 _SETTLE_S = 300.0

@@ -7,27 +7,27 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reknit.engine.memory.pace import Pace
-from reknit.engine.stored.copy_files import Promotion
+from reknit.engine.memory.workers import Pace
 from reknit.engine.stored.moving import move
+from reknit.engine.stored.promote import Promotion
 from reknit.errors import ReknitError, UsageError, shown
+from reknit.events.phase import Recorder, monotonic, now
 from reknit.format.paths import wrong_place
 from reknit.keywords import checked_call
 from reknit.locations import is_location
-from reknit.monitor.phase import Recorder, monotonic, now
 from reknit.options import SaveOptions, check_rate
+from reknit.runs.arguments import policy_for
 from reknit.runs.retention import Retention
-from reknit.runs.run_arguments import policy_for
 from reknit.storage.registry import open_storage, recipe, recorded
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Container
 
-    from reknit.monitor.outlet import Outlet
+    from reknit.events.outlet import Outlet
     from reknit.policies.policy import KeepRule
     from reknit.storage.base import Storage
-    from reknit.types.saved_step import SavedStep
+    from reknit.types.manifest import SavedStep
 
 logger = logging.getLogger("reknit")
 

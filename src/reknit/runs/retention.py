@@ -7,32 +7,32 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reknit.engine.record.at_path import manifest_in, read_manifest, size_of
-from reknit.engine.record.checkpoint_notes import held_by, metrics_of
-from reknit.engine.record.file_checks import whole_manifest
-from reknit.engine.record.run_record import read_line
+from reknit.engine.stored.at_path import manifest_in, read_manifest, size_of
 from reknit.engine.stored.delete import drop
+from reknit.engine.stored.file_checks import whole_manifest
 from reknit.engine.stored.leftovers import leftovers, remove
 from reknit.engine.stored.moving import delete_moved
+from reknit.engine.stored.notes import held_by, metrics_of
 from reknit.engine.stored.places import files_at
+from reknit.engine.stored.run_record import read_line
 from reknit.engine.stored.steps import described, is_step_name, number_in, numbered
 from reknit.engine.stored.verify import verify
 from reknit.errors import FormatError, ReknitError, StoragePermissionError, UsageError
+from reknit.events.phase import Recorder, now
 from reknit.format.manifest_file import decode_record
-from reknit.monitor.phase import Recorder, now
 from reknit.options import LoadOptions
 from reknit.policies.keep_policies import named_metrics
-from reknit.storage.local.sweep import sweepable
+from reknit.storage.local.memory import sweepable
 from reknit.storage.registry import following, open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container
 
-    from reknit.engine.record.line import Line
-    from reknit.monitor.outlet import Outlet
+    from reknit.engine.stored.run_record import Line
+    from reknit.events.outlet import Outlet
     from reknit.policies.policy import Policy
     from reknit.storage.base import Storage
-    from reknit.types.saved_step import SavedStep
+    from reknit.types.manifest import SavedStep
 
     Aged = tuple[SavedStep, tuple[str, ...]]
     """A step, and the items of it that are no longer kept."""

@@ -9,37 +9,86 @@ from itertools import groupby
 from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from reknit.engine.record.checkpoint_notes import add_metrics
-from reknit.engine.record.line import Line
-from reknit.engine.record.other_formats import refuse_other, warn_of_others
-from reknit.engine.record.run_record import read_line
-from reknit.engine.stored.steps import descending, numbered, steps_below
-from reknit.errors import CheckpointNotFoundError, CorruptError, UsageError, shown
+from reknit.engine.stored.hints import refuse_other, warn_of_others
+from reknit.engine.stored.notes import add_metrics
+from reknit.engine.stored.recognising import manifest_exists
+from reknit.engine.stored.run_record import Line, read_line
+from reknit.engine.stored.steps import descending, is_step_name, numbered, step_name, steps_below
+from reknit.errors import CheckpointNotFoundError, CorruptError, ReknitError, UsageError, shown
+from reknit.format import paths
 from reknit.keywords import checked_call
 from reknit.locations import is_location, location_text
 from reknit.options import PromotionTarget, SaveOptions, check_rate
-from reknit.policies.intervals import every
 from reknit.policies.keep_policies import ranked
-from reknit.policies.save_policies import OnPreemption
+from reknit.policies.save_policies import OnPreemption, every
+from reknit.runs.agreement import ask_root
+from reknit.runs.arguments import policy_for
 from reknit.runs.cooling import Cool, Cooling
 from reknit.runs.retention import Retention
-from reknit.runs.run_arguments import policy_for
+from reknit.storage.base import PerHost
 from reknit.storage.registry import open_storage, recipe
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from reknit.monitor.outlet import Outlet
+    from reknit.comm.group import Group
+    from reknit.events.outlet import Outlet
     from reknit.options import Durability
     from reknit.policies.policy import KeepRule, Policy, SaveRule
     from reknit.storage.base import Storage
-    from reknit.types.saved_step import SavedStep
+    from reknit.types.manifest import SavedStep
 
     Folder = tuple[int, str]
     """Number and name of the folder of a step."""
 
+
 logger = logging.getLogger("reknit")
+
+
+class OtherHosts:
+    """Removes files of steps that rank 0 has removed, in a store that each host has for itself.
+
+    Rank 0 alone has the manifests, so it sends the names of the steps; one rank of each other host removes
+    the files of all other steps.  Folders without the name of a step stay.
+    """
+
+    def __init__(self, group: Group, first: Level, timeout_s: float) -> None:
+        tree = group.topology
+        self._group, self._storage, self._timeout_s = group, first.storage, timeout_s
+        self.apart = isinstance(first.storage, PerHost) and tree.num_hosts > 1
+        """Whether hosts have files of the first tier that rank 0 cannot see."""
+        self._asks = self.apart and first.keep is not None
+        self._cleans = self._asks and tree.leads_host(group.rank) and group.rank != 0
+
+    def surplus(self, needed: Callable[[], Iterable[int]]) -> list[str]:
+        """Return the folders of removed steps whose files this rank has to remove.
+
+        All ranks call this.  Rank 0 sends the steps that stay: the committed and the `needed` steps.
+        """
+        if not self._asks:
+            return []
+
+        def stay() -> list[str]:
+            names = filter(is_step_name, self._storage.folders())
+            committed = [name for name in names if manifest_exists(self._storage.sub(name))]
+            return [*committed, *map(step_name, needed())]
+
+        stays = set(ask_root(self._group, "hosts", self._timeout_s, stay))
+        if not self._cleans:
+            return []
+        return [name for name in self._storage.folders() if is_step_name(name) and name not in stays]
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove the files of steps from this host; log failures."""
+        for name in names:
+            folder = self._storage.sub(name)
+            try:
+                for listed in list(folder.list()):
+                    if paths.parse_path(listed.path) is not None:
+                        folder.delete(listed.path)
+            except ReknitError as error:
+                logger.warning("files of a removed step stay at %s: %s", folder.url, error)
 
 
 @checked_call

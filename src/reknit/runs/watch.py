@@ -8,8 +8,9 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.record.checkpoint_notes import RenewedHold
-from reknit.engine.record.other_formats import refuse_other
+from reknit.api.ranks import AnyGroup, acting
+from reknit.engine.stored.hints import refuse_other
+from reknit.engine.stored.notes import RenewedHold
 from reknit.engine.stored.steps import described, numbered
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -17,17 +18,16 @@ from reknit.errors import (
     StorageNotFoundError,
     UsageError,
 )
+from reknit.events.phase import Deadline
 from reknit.format import paths
-from reknit.format.notes import MAX_FOLLOWER_NBYTES, Follower, decode_note, encode_note
+from reknit.format.manifest_file import MAX_FOLLOWER_NBYTES, Follower, decode_note, encode_note
 from reknit.keywords import checked_call, is_text
-from reknit.monitor.phase import Deadline
 from reknit.options import CommOptions
 from reknit.policies.policy import positive
-from reknit.ranks import AnyGroup, acting
 from reknit.runs.agreement import ask_root
-from reknit.runs.run_arguments import step_number
+from reknit.runs.arguments import step_number
 from reknit.storage.registry import open_storage
-from reknit.types.saved_step import SavedStep
+from reknit.types.manifest import SavedStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,14 +1,176 @@
-"""The store interface: whole immutable files, ranged reads, and small atomic writes."""
+"""The store interface: whole immutable files, ranged reads, small atomic writes, and shared errors."""
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+
+from reknit.errors import StorageError, StorageNotFoundError, UsageError
+from reknit.storage.ranges import check_inside, check_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
+
+
+class TakenNames:
+    """The names of files that this process is writing, and their writers."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, object] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        with self._lock:
+            return name in self._writers
+
+    def take(self, name: str, writer: object) -> bool:
+        """Give a name to a writer, and return whether it was free."""
+        with self._lock:
+            return self._writers.setdefault(name, writer) is writer
+
+    def has(self, name: str, writer: object) -> bool:
+        """Return whether a writer still has its name."""
+        with self._lock:
+            return self._writers.get(name) is writer
+
+    def free(self, name: str, writer: object | None = None) -> None:
+        """Take a name from this writer, or from any writer."""
+        with self._lock:
+            if writer is None or self._writers.get(name) is writer:
+                self._writers.pop(name, None)
+
+    def below(self, folder: str) -> bool:
+        """Return whether a name lies below a folder."""
+        with self._lock:
+            return any(name.startswith(f"{folder}/") for name in self._writers)
+
+
+class Progress:
+    """How much of a file of `nbytes` bytes is written, and whether it still may be; thread-safe."""
+
+    def __init__(self, url: str, nbytes: int) -> None:
+        """Begin a file; raises `UsageError` for a negative size."""
+        check_size(nbytes)
+        self._url, self._nbytes = url, nbytes
+        self._written = 0
+        self._open = True
+        self._lock = threading.Lock()
+
+    def check(self, start: int, nbytes: int) -> None:
+        """Raise `StorageError` unless these bytes may be written now."""
+        check_inside(start, nbytes, self._nbytes, self._url)
+        self.check_open("write")
+
+    def check_open(self, action: str) -> None:
+        """Raise `StorageError` when the file is finished or aborted."""
+        with self._lock:
+            if not self._open:
+                raise StorageError(f"cannot {action} {self._url}: it is finished or aborted", path=self._url)
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were written."""
+        with self._lock:
+            self._written += nbytes
+
+    def check_whole(self) -> None:
+        """Raise `StorageError` unless all bytes were written."""
+        if self._written != self._nbytes:
+            fault = f"{self._written} of {self._nbytes} bytes were written"
+            raise StorageError(f"cannot finish {self._url}: {fault}", path=self._url)
+
+    def end(self) -> bool:
+        """End the writing, and return whether it was allowed until now."""
+        with self._lock:
+            was_open, self._open = self._open, False
+            return was_open
+
+
+class FaultError(OSError):
+    """An error of the system with a remedy that its place in the code adds."""
+
+    def __init__(self, number: int, fault: str, full: str, remedy: str) -> None:
+        super().__init__(number, fault, full)
+        self.remedy = remedy
+
+
+class ForkGuard:
+    """Refuses processes that were forked after a request, whose client has threads in their parent alone."""
+
+    def __init__(self, what: str) -> None:
+        """Guard the requests to `what`, such as "an object store"."""
+        self._what = what
+        self._used_by: list[int] = []
+        """The process that sent the first request, if any."""
+
+    def check(self, url: str) -> None:
+        """Raise `UsageError` in a forked process, where a request would hang."""
+        this = os.getpid()
+        if not self._used_by:
+            self._used_by.append(this)
+        if self._used_by[0] != this:
+            raise UsageError(
+                f"{url} cannot be reached from this process: it was forked from process {self._used_by[0]}, "
+                f"which has used {self._what} before, and the threads of its client are missing here",
+                remedy="start this process with the method spawn or forkserver of multiprocessing, as "
+                "DataLoader(multiprocessing_context='forkserver') does, or fork it before the first save "
+                "or load",
+                path=url,
+            )
+
+
+class ExistingError(StorageError):
+    """The name is taken."""
+
+
+def existing(url: str, action: str = "create") -> ExistingError:
+    """Return the error of a file that would be written again."""
+    return ExistingError(
+        f"cannot {action} {url}: it exists",
+        remedy=TAKEN,
+        path=url,
+    )
+
+
+TAKEN = "files are never written twice: use another name, or delete the old one first"
+"""The remedy for a name that is taken."""
+SPELLING = "check how it is spelled; if it was there, it was moved or deleted, or the store has lost it"
+"""The remedy for a file that is not there."""
+
+
+def missing(url: str) -> StorageNotFoundError:
+    """Return the error of a file that is not there."""
+    return StorageNotFoundError(f"there is no file {url}", remedy=SPELLING, path=url)
+
+
+def shorter(url: str, start: int, end: int, nbytes: int) -> StorageError:
+    """Return the error of a file that ends before the bytes `start` to `end` that are wanted of it."""
+    return StorageError(
+        f"{url} is shorter than expected: wanted bytes {start} to {end}, but it has {nbytes}",
+        remedy="its end is missing: verify the checkpoint, and load another one if this is damaged",
+        path=url,
+    )
+
+
+def too_large(url: str, nbytes: int, limit: int) -> StorageError:
+    """Return the error of a file that has more bytes than the caller allows."""
+    return StorageError(
+        f"{url} has {nbytes} bytes, more than the {limit} allowed here",
+        remedy="no file of reknit is so large there: restore it, or load another checkpoint",
+        path=url,
+    )
+
+
+def removed(url: str) -> StorageError:
+    """Return the error of a writer that has lost its name."""
+    return StorageError(
+        f"{url} was removed or replaced while it was written",
+        remedy="let only one job at a time write or clean up a checkpoint",
+        path=url,
+    )
 
 
 class Listed(NamedTuple):

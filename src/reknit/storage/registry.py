@@ -1,4 +1,4 @@
-"""Find the store that a URL names."""
+"""The store that a URL names, also of a checkpoint whose files are at another place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -20,12 +21,52 @@ from reknit.storage.base import Storage
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_readable
-from reknit.storage.wrappers.moved import MovedStorage
-from reknit.storage.wrappers.recording import RecordingStorage
+from reknit.storage.wrappers.forwarding import ForwardingStorage, RecordingStorage
 from reknit.storage.wrappers.retrying import with_retries
 
 if TYPE_CHECKING:
-    from reknit.monitor.phase import Recorder
+    from reknit.events.phase import Recorder
+
+
+class MovedStorage(ForwardingStorage):
+    """A store that also opens the place to which the files of its checkpoint have moved, and closes it."""
+
+    def __init__(self, inner: Storage, open_at: Callable[[str], Storage]) -> None:
+        super().__init__(inner)
+        self._open_at = open_at
+        self._places: dict[str, Storage] = {}
+        self._derived: Storage | None = None
+        self._opening = threading.Lock()
+
+    def around(self, inner: Storage, path: str) -> MovedStorage:
+        """Return the store below, whose files may have moved elsewhere."""
+        return MovedStorage(inner, self._open_at)
+
+    def files_at(self, place: str | None) -> Storage:
+        """Return the store of a place, or the inner store."""
+        if place is None:
+            return self.inner
+        with self._opening:
+            if place not in self._places:
+                self._places[place] = self._open_at(place)
+            return self._places[place]
+
+    def with_derived(self, make: Callable[[Storage], Storage]) -> Storage:
+        """Return the store that `make` makes of the inner one, the same one each time."""
+        with self._opening:
+            if self._derived is None:
+                self._derived = make(self.inner)
+            return self._derived
+
+    def close(self) -> None:
+        """Close all stores."""
+        if self._derived is None:
+            super().close()
+        else:
+            self._derived.close()  # and the inner store with it
+        for storage in self._places.values():
+            storage.close()
+
 
 Factory = Callable[[str, Durability], Storage]
 

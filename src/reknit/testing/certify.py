@@ -1,4 +1,4 @@
-"""Is a store fit for checkpoints?  The shipped suite and faults on a scratch folder of it, as a table.
+"""The shipped suite and faults on a scratch folder of a store, as a table.
 
 ``python -m reknit.testing.certify URL`` is the program that ``reknit certify-storage URL`` runs.
 """

@@ -13,8 +13,8 @@ import reknit
 from reknit.engine.memory.elements import bits, stage
 from reknit.errors import MismatchError
 from reknit.frameworks.custom import registered
+from reknit.frameworks.numbers import same_value
 from reknit.frameworks.registry import collect
-from reknit.frameworks.same_value import same_value
 from reknit.frameworks.walk.walk import Place
 from reknit.testing.world import run_ranks
 from reknit.transforms import names

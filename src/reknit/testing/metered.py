@@ -1,4 +1,4 @@
-"""A store that measures each kind of operation: how often, how many bytes, how long, how many at once.
+"""A store that measures each kind of operation, and one with a limited rate.
 
 Put it around your own store to see the operations of a save or a load.
 """
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from reknit.monitor.phase import monotonic
+from reknit.engine.memory.workers import Pace
+from reknit.events.phase import monotonic
 from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage
 
 if TYPE_CHECKING:
@@ -20,7 +21,31 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
     from reknit.storage.wrappers.forwarding import Half
 
+__all__ = ["Pace", "ThrottledStorage"]
+
+
 T = TypeVar("T")
+
+
+class ThrottledStorage(ForwardingStorage):
+    """Lets operations through at a pace; the stores below share it."""
+
+    def __init__(self, inner: Storage, pace: Pace) -> None:
+        super().__init__(inner)
+        self.pace = pace
+
+    def around(self, inner: Storage, path: str) -> Storage:
+        """Return the store below, at the same pace."""
+        return ThrottledStorage(inner, self.pace)
+
+    def intercept(self, name: str, path: str, nbytes: int, whole: Callable[[], T], half: Half = None) -> T:
+        """Carry out an operation in its turn; for a small file that is read the turn comes afterwards."""
+        if name != "get":
+            self.pace.take(nbytes)
+            return whole()
+        result = whole()
+        self.pace.take(len(result) if isinstance(result, bytes) else 0)
+        return result
 
 
 @dataclass

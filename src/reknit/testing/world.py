@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import DeadlineError
-from reknit.monitor.phase import Deadline
-from reknit.types.rank_text import spelled
+from reknit.events.phase import Deadline
+from reknit.types.small import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

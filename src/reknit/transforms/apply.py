@@ -15,7 +15,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from reknit.transforms.base import Made
-from reknit.transforms.geometry import aligned, resized
+from reknit.transforms.cuts import aligned, resized
 from reknit.transforms.step import apply_rule
 from reknit.types.box import Box
 from reknit.types.dtype import converts
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reknit.errors import MismatchError
-    from reknit.transforms.base import Piece, Rule, Shape
-    from reknit.transforms.interleaving import Interleaving
+    from reknit.transforms.base import Interleaving, Piece, Rule, Shape
     from reknit.transforms.step import Name, SourcePart, Step
     from reknit.types.manifest import Catalog
     from reknit.types.wanted import Wanted

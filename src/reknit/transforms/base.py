@@ -1,15 +1,129 @@
-"""What is a transform?  Which names become which, and which box of each lies where in the other."""
+"""A transform as names and boxes: the new name of each entry, and where each of its boxes lies."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reknit.errors import UsageError
 from reknit.types.box import Box
+from reknit.types.small import lazy_property
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from reknit.transforms.interleaving import Interleaving
+
+class Interleaving(NamedTuple):
+    """The places of equal parts along `dim`, within groups of `parts` times `length` elements.
+
+    On one side, the parts of a group lie one after the other.  On the other side, one element of each part
+    comes in turn.  With `apart`, the target has them one after the other.
+    """
+
+    dim: int
+    parts: int
+    length: int
+    apart: bool
+
+    def needed(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of the source that has all elements of a range of the target."""
+        group = self.parts * self.length
+        first, last = start // group * group, (stop - 1) // group * group
+        if first != last:
+            return first, last + group
+        # Within a group, row and column of the target are column and row of the source.
+        columns, rows = (self.length, self.parts) if self.apart else (self.parts, self.length)
+        (top, left), (bottom, right) = divmod(start - first, columns), divmod(stop - 1 - first, columns)
+        if top != bottom:
+            left, right = 0, columns - 1
+        return first + left * rows + top, first + right * rows + bottom + 1
+
+    def moves(self, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+        """Yield places in a range of the target, and in the range of the source that is `needed` for it."""
+        group = self.parts * self.length
+        origin = self.needed(start, stop)[0]
+        for first in range(start // group * group, stop, group):
+            for part in range(self.parts):
+                together, turns = (first + part * self.length, 1), (first + part, self.parts)
+                (at, step), (of, source_step) = (together, turns) if self.apart else (turns, together)
+                low = max(0, -((at - start) // step))
+                high = min(self.length, -((at - stop) // step))
+                if low < high:
+                    yield (
+                        _places(at - start, step, low, high),
+                        _places(of - origin, source_step, low, high),
+                    )
+
+
+def _places(first: int, step: int, low: int, high: int) -> slice:
+    return slice(first + low * step, first + (high - 1) * step + 1, step)
+
+
+_FIELD = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
+
+
+@dataclass(frozen=True, repr=False)
+class Pattern:
+    """A template of names: ``{field}`` stands for one part of a dotted name, ``{field*}`` for one or more.
+
+    Raises `UsageError` for braces without a field, and for a field that stands twice.
+    """
+
+    template: str
+
+    def __post_init__(self) -> None:
+        rest = _FIELD.sub("", self.template)
+        if not self.template or "{" in rest or "}" in rest:
+            raise UsageError(
+                f"{self.template!r} is not a template of names",
+                remedy="fields are written {i}, or {path*} for several parts",
+            )
+        if len(set(self.fields)) < len(self.fields):
+            raise UsageError(
+                f"{self.template!r} has a field twice", remedy="give every field a different name"
+            )
+
+    @lazy_property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields."""
+        return tuple(name for name, _ in _FIELD.findall(self.template))
+
+    @lazy_property
+    def _expression(self) -> re.Pattern[str]:
+        parts, end = [], 0
+        for field in _FIELD.finditer(self.template):
+            parts.append(re.escape(self.template[end : field.start()]))
+            parts.append(f"(?P<{field[1]}>{'.+' if field[2] else '[^./]+'})")
+            end = field.end()
+        return re.compile("".join([*parts, re.escape(self.template[end:])]))
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Return the values of the fields in a name, or None for a name that does not match."""
+        found = self._expression.fullmatch(name)
+        return None if found is None else found.groupdict()
+
+    def fill(self, fields: dict[str, str]) -> str:
+        """Return the name in which the fields stand for these."""
+        return _FIELD.sub(lambda field: fields[field[1]], self.template)
+
+    def __repr__(self) -> str:
+        return repr(self.template)
+
+    def __str__(self) -> str:
+        return self.template
+
+
+def check_expression(expression: str, replacement: str) -> None:
+    """Raise `UsageError` for anything but a regular expression with its replacement."""
+    try:
+        re.sub(expression, replacement, "")
+    except (re.error, IndexError) as error:
+        raise UsageError(
+            f"{expression!r} with its replacement {replacement!r} is not a valid rewrite: {error}",
+            remedy="write both as for re.sub, as raw strings",
+        ) from error
+
 
 Shape = tuple[int, ...]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from reknit.errors import UsageError
-from reknit.transforms.pattern import check_expression
+from reknit.transforms.base import check_expression
 
 if TYPE_CHECKING:
     from reknit.transforms.base import Rule

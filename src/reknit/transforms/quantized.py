@@ -1,4 +1,4 @@
-"""Which saved tensors are quantized: integers or narrow floats, to be multiplied by scales beside them?"""
+"""The saved tensors that are quantized: integers or narrow floats, multiplied by scales beside them."""
 
 from __future__ import annotations
 

@@ -8,10 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reknit.errors import MismatchError, UsageError
-from reknit.transforms.base import Binding, Made, Piece
-from reknit.transforms.geometry import Templates, aligned, resized, run
-from reknit.transforms.interleaving import Interleaving
-from reknit.transforms.pattern import check_expression
+from reknit.transforms.base import Binding, Interleaving, Made, Piece, check_expression
+from reknit.transforms.cuts import Templates, aligned, resized, run
 from reknit.types.box import Box
 
 if TYPE_CHECKING:

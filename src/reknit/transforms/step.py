@@ -6,11 +6,10 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import MismatchError
-from reknit.transforms.base import Binding, Made, Piece
-from reknit.transforms.pattern import Pattern
+from reknit.transforms.base import Binding, Made, Pattern, Piece
 from reknit.types.box import Box
-from reknit.types.pattern_suggestions import some_of, suggest
 from reknit.types.shard import TensorSpec, full_name
+from reknit.types.wanted import some_of, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Devices of torch, of any kind: streams, events, the current device, pinned memory.
+"""Devices of torch, of any kind: streams, events, the current device, pinned memory; and barriers.
 
 `torch.accelerator` and the module of a kind (`torch.cuda`, `torch.xpu`, …) have the functions of all kinds.
 Only this module uses the pinning of mapped memory, which only CUDA (and ROCm as CUDA) has.  A kind without
@@ -11,17 +11,37 @@ import logging
 import sys
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from reknit.errors import ReknitError, shortage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
+
+
+class Barrier(Protocol):
+    """A place through which all changes of some memory pass, such as the begin of an optimizer's step.
+
+    Memory without a barrier may change at any time.
+    """
+
+    def stands(self) -> bool:
+        """Install the barrier unless it is there; return whether every change is sure to pass it."""
+
+    def memory(self) -> Iterable[tuple[Any, int, int]]:
+        """Return the ranges that it guards: memory and first byte as in `devices`, and size."""
+
+    def hold(self, wait: Callable[[], object]) -> None:
+        """Make every change that reaches the barrier wait until `wait` returns."""
+
+    def distrust(self) -> None:
+        """Remove the barrier, because the memory was changed without passing it."""
+
 
 logger = logging.getLogger("reknit")
 

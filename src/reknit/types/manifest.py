@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -9,8 +10,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from reknit.types.box import Box
-from reknit.types.foreign.other_format import OtherFormat, Unread  # noqa: TC001 (msgspec looks them up)
-from reknit.types.lazy_property import lazy_property
+from reknit.types.small import OtherFormat, Unread, lazy_property
 from reknit.types.wanted import Terms
 
 if TYPE_CHECKING:
@@ -19,6 +19,32 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.types.shard import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A committed checkpoint directly below the folder of a run.
+
+    `step` is None for a save without a step.  `created` is in seconds since the epoch, `nbytes` the size of
+    all files.  `metrics` are the numbers of `Checkpointer.save` and `reknit.note`, with None for infinite
+    ones and NaN.  `write_id` differs for each save, also of the same step.  `problem` is the reason why the
+    manifest cannot be read, or None; the other files are checked by `reknit.verify` only.  `dropped` are
+    items that were removed since.  `moved_to` is the place of the files, if not `path`.  `generation` is that
+    of the save, which is higher in each run of a job.  `of_run` is whether a `Checkpointer` saved it.
+    """
+
+    step: int | None
+    path: str
+    created: float = 0.0
+    nbytes: int = 0
+    items: tuple[str, ...] = ()
+    metrics: Mapping[str, float | None] | None = None
+    write_id: str | None = None
+    problem: str | None = None
+    dropped: tuple[str, ...] = ()
+    moved_to: str | None = None
+    generation: int | None = None
+    of_run: bool = False
 
 
 class Extent(NamedTuple):

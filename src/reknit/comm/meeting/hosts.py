@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from reknit.comm.backoff import doubling
-from reknit.comm.meeting import identity
-from reknit.comm.meeting.entries import (
+from reknit.comm.group import Topology, doubling
+from reknit.comm.meeting import rendezvous
+from reknit.comm.meeting.rendezvous import (
     HostTable,
     RankEntry,
     Shape,
@@ -31,10 +31,9 @@ from reknit.comm.meeting.entries import (
     host_key,
 )
 from reknit.comm.round_errors import ALL_CALL, GRACE_S, NOTICE_S
-from reknit.comm.topology import Topology
 from reknit.errors import CommError, DeadlineError, ProtocolError, UsageError, from_wire
-from reknit.monitor.phase import Deadline, now
-from reknit.types.rank_text import spelled
+from reknit.events.phase import Deadline, now
+from reknit.types.small import spelled
 
 if TYPE_CHECKING:
     from reknit.comm.meeting.rendezvous import Store
@@ -80,7 +79,7 @@ class _Gathering:
         self._run_key = f"{self._base}/run"
         self._deadline, self._notice = Deadline(timeout_s), Deadline(NOTICE_S)
         self._here = msgspec.msgpack.encode(
-            RankEntry(identity.host(), size, identity.reach(), identity.process())
+            RankEntry(rendezvous.host(), size, rendezvous.reach(), rendezvous.process())
         )
 
     # Rank 0.

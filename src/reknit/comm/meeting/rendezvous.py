@@ -1,21 +1,212 @@
-"""Rendezvous: the small store through which ranks find each other before they can connect."""
+"""Rendezvous: the small store in which each rank lists its host and address, so that all can connect."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import socket
 import stat
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote
 
-from reknit.comm.backoff import doubling
-from reknit.errors import CommError, DeadlineError, UsageError
-from reknit.monitor.phase import Deadline
+import msgspec
+
+from reknit.comm.group import doubling
+from reknit.comm.round_errors import LOOK_S, process_ended
+from reknit.environment import host_name
+from reknit.errors import (
+    CommError,
+    DeadlineError,
+    ProtocolError,
+    ReknitError,
+    UsageError,
+    from_wire,
+    shortage,
+)
+from reknit.events.phase import Deadline
+from reknit.types.small import decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reknit.comm.group import Topology
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host() -> str:
+    """Return the name of this host, which no other host has.
+
+    It is the value of REKNIT_HOST, or else the name of the machine, the id of its boot and its network
+    namespace.  So two containers of one machine are two hosts unless they share a network.
+    """
+    if (name := host_name()) is not None:
+        return name
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # a system without these distinguishes its hosts by name
+        parts.append(_BOOT_ID.read_text(encoding="ascii").strip())
+        parts.append(_namespace("net"))
+    return " ".join(parts)
+
+
+def reach() -> str:
+    """Return the name that processes share if they reach each other's sockets in private folders.
+
+    It holds their user and their mount namespace, which differs between containers that share a network.  It
+    is empty if the system does not show these.
+    """
+    with suppress(OSError):
+        return f"{os.geteuid()} {_namespace('mnt')}"
+    return ""
+
+
+def process() -> str:
+    """Return the name of this process for other processes of its machine; empty if the system has none."""
+    with suppress(OSError):
+        boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
+        return f"{boot_id} {_namespace('pid')} {os.getpid()}"
+    return ""
+
+
+def has_ended(other: str) -> bool:
+    """Return whether the process with this name has ended; False if that is not visible from here."""
+    space, _, number = other.rpartition(" ")
+    if not space or space != process().rpartition(" ")[0]:
+        return False
+    import psutil
+
+    try:
+        os.kill(int(number), 0)
+        return psutil.Process(int(number)).status() == psutil.STATUS_ZOMBIE
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
+def _namespace(kind: str) -> str:
+    return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
+
+
+_LEFT = b"left "
+"""The beginning of the message of a rank that leaves, and of no address."""
+
+
+class Shape(NamedTuple):
+    """The ranks of a group: the name of this run, their places in the tree, and the generation.
+
+    `together`: all ranks are on one host, belong to one user, and see the same files, so that they can meet
+    at a socket in a folder.  `processes`: the processes of the ranks below this rank on its host, by the
+    names of `identity.process`.
+    """
+
+    run: str
+    topology: Topology
+    generation: int
+    together: bool = False
+    processes: Mapping[int, str] = MappingProxyType({})
+
+
+class RankEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The entry of a rank for rank 0: its host, the expected size, the reach of its sockets, its process."""
+
+    host: str
+    size: int
+    reach: str = ""
+    process: str = ""
+
+
+class HostTable(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The entry of rank 0 for all: the number of each rank's host, as packed 32-bit integers; or an error."""
+
+    size: int = 0
+    fan_out: int = 0
+    generation: int = 0
+    hosts: bytes = b""
+    error: dict[str, Any] | None = None
+    together: bool = False
+
+
+_Message = TypeVar("_Message", RankEntry, HostTable)
+
+
+def base(job: str) -> str:
+    """Return the beginning of the keys of a job, before a slash: no other job has keys below it."""
+    return f"reknit/{quote(job, safe='')}"
+
+
+def host_key(job: str, run: str, rank: int) -> str:
+    """Return the key of a rank's `RankEntry`."""
+    return f"{base(job)}/{run}/host/{rank}"
+
+
+def publish_address(store: Store, job: str, run: str, rank: int, address: str) -> None:
+    """Publish the address of this rank for the ranks below."""
+    store.set(_address_key(job, run, rank), address.encode())
+
+
+def publish_leaving(store: Store, job: str, run: str, rank: int, error: BaseException) -> None:
+    """Publish the error with which this rank leaves the rendezvous, in the place of its address."""
+    with suppress(CommError):  # of a store that is gone; they find out by themselves
+        store.set(_address_key(job, run, rank), _LEFT + msgspec.msgpack.encode(error_to_wire(error, rank)))
+
+
+def address_of(store: Store, job: str, shape: Shape, rank: int, timeout_s: float) -> str:
+    """Return the address of a rank, once it listens.
+
+    Raises the error with which it left, if it did, `CommError` when its process has ended, `DeadlineError`.
+    """
+    deadline = Deadline(timeout_s)
+    while True:
+        try:
+            value = store.get(_address_key(job, shape.run, rank), min(LOOK_S, deadline.remaining()))
+            break
+        except DeadlineError:
+            if has_ended(decoded(store.get(host_key(job, shape.run, rank), 0), RankEntry).process):
+                raise process_ended(rank) from None
+            if deadline.passed():
+                raise
+    if not value.startswith(_LEFT):
+        return value.decode(errors="replace")
+    try:
+        raise from_wire(decoder(dict[str, Any])(value[len(_LEFT) :]))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise garbled() from error
+
+
+def _address_key(job: str, run: str, rank: int) -> str:
+    return f"{base(job)}/{run}/address/{rank}"
+
+
+def error_to_wire(error: BaseException, rank: int = 0) -> dict[str, Any]:
+    """Return the form in which the other ranks receive an error."""
+    known = error if isinstance(error, ReknitError) else shortage(error)
+    left = f"rank {rank} left the rendezvous: {type(error).__name__}: {error}"
+    return (known or CommError(left)).to_wire()
+
+
+def decoded(value: bytes, kind: type[_Message]) -> _Message:
+    """Return the entry in `value`.  Raises `ProtocolError`."""
+    try:
+        return decoder(kind)(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise garbled() from error
+
+
+def garbled() -> ProtocolError:
+    """Return the error of an entry that cannot be read."""
+    return ProtocolError(
+        "the store has a wrong value where ranks publish their addresses",
+        remedy="run the same version of reknit on all ranks",
+    )
+
 
 _POLLS_S = (0.005, 0.25)
 _LONGEST_NAME = 160

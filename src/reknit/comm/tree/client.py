@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from reknit.comm import round_errors
-from reknit.comm.chunks import FIRST_NBYTES, divided, joined
-from reknit.comm.rank_messages import OVERHEAD_NBYTES, News, Outcome, Reply, decode, encode
-from reknit.comm.serving import TOKEN, channel_settings
-from reknit.comm.tls import channel
+from reknit.comm.rank_messages import (
+    FIRST_NBYTES,
+    OVERHEAD_NBYTES,
+    News,
+    Outcome,
+    Reply,
+    decode,
+    divided,
+    encode,
+    joined,
+)
+from reknit.comm.serving import TOKEN, channel, channel_settings
 from reknit.comm.tree.server import SERVICE, WATCHING
 from reknit.errors import CommError, DeadlineError, ReknitError, from_wire
 from reknit.system import DaemonExecutor

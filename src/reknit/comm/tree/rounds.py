@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from reknit.comm import round_errors
-from reknit.comm.meeting.identity import has_ended
-from reknit.comm.tree.effects import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
+from reknit.comm.meeting.rendezvous import has_ended
+from reknit.comm.tree.machine import Decide, Notify, Refuse, RoundDone, SendOutcome, SendReport, Warn
 from reknit.errors import ProtocolError, ReknitError, from_wire
-from reknit.monitor.phase import monotonic
+from reknit.events.phase import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.group import Call
     from reknit.comm.rank_messages import Outcome, Report
-    from reknit.comm.tree.effects import Effect
-    from reknit.comm.tree.machine import RoundMachine
+    from reknit.comm.tree.machine import Effect, RoundMachine
 
     OnEnd = Callable[[Outcome | ReknitError], object]
 

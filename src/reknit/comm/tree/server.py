@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING
 import grpc
 
 from reknit.comm import round_errors
-from reknit.comm.chunks import divided, joined
 from reknit.comm.meeting.addresses import PrivateSocket, addresses
-from reknit.comm.rank_messages import OVERHEAD_NBYTES, Heading, Hello, News, Reply, Report, decode, encode
-from reknit.comm.serving import replying, server_settings, token_server
-from reknit.comm.tls import open_port
+from reknit.comm.rank_messages import (
+    OVERHEAD_NBYTES,
+    Heading,
+    Hello,
+    News,
+    Reply,
+    Report,
+    decode,
+    divided,
+    encode,
+    joined,
+)
+from reknit.comm.serving import open_port, replying, server_settings, token_server
 from reknit.errors import ReknitError, UsageError, from_wire
 from reknit.options import UNIX
 from reknit.system import DaemonExecutor
@@ -23,8 +32,8 @@ from reknit.system import DaemonExecutor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from reknit.comm.group import Topology
     from reknit.comm.rank_messages import Outcome
-    from reknit.comm.topology import Topology
     from reknit.comm.tree.rounds import Rounds
     from reknit.errors import ShortageError
     from reknit.options import CommOptions

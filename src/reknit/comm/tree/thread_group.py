@@ -8,18 +8,17 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
-from reknit.comm.topology import Topology
-from reknit.comm.tree.effects import Decide, Notify, RoundDone, SendOutcome, SendReport
-from reknit.comm.tree.machine import RoundMachine
+from reknit.comm.group import Topology
+from reknit.comm.tree.machine import Decide, Notify, RoundDone, RoundMachine, SendOutcome, SendReport
 from reknit.errors import from_wire
-from reknit.monitor.phase import monotonic
+from reknit.events.phase import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reknit.comm.group import Call, Group
     from reknit.comm.rank_messages import Outcome
-    from reknit.comm.tree.effects import Effect
+    from reknit.comm.tree.machine import Effect
 
 
 def thread_groups(size: int, generation: int = 0) -> list[Group]:

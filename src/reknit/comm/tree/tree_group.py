@@ -15,25 +15,24 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from reknit.comm import round_errors
-from reknit.comm.backoff import doubling
+from reknit.comm.group import doubling
 from reknit.comm.meeting.addresses import check_owner, deserted, is_unix
-from reknit.comm.meeting.entries import address_of, publish_address, publish_leaving
 from reknit.comm.meeting.hosts import gather_shape
+from reknit.comm.meeting.rendezvous import address_of, publish_address, publish_leaving
 from reknit.comm.tree.client import Uplink
 from reknit.comm.tree.machine import RoundMachine
 from reknit.comm.tree.rounds import Rounds
 from reknit.comm.tree.server import Server
 from reknit.errors import CommError, ProtocolError, ReknitError, UsageError, typed_shortage
-from reknit.monitor.phase import Deadline
+from reknit.events.phase import Deadline
 from reknit.options import UNIX
 from reknit.system import AtExit, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.comm.group import Call
+    from reknit.comm.group import Call, Topology
     from reknit.comm.meeting.rendezvous import Store
-    from reknit.comm.topology import Topology
     from reknit.options import CommOptions
 
 _log = logging.getLogger("reknit.comm")

@@ -19,26 +19,22 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from reknit.comm.group import Group, SoloGroup
-from reknit.comm.quiet import quietly
-from reknit.comm.topology import Topology
-from reknit.engine.background import agent_messages as say
+from reknit.comm.group import Group, SoloGroup, Topology, quietly
+from reknit.engine.background import messages as say
 from reknit.engine.background.lanes import Lanes, work
-from reknit.engine.stored.running_agents import Note
+from reknit.engine.stored.agents import Note
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
 from reknit.options import CommOptions, SaveOptions
-from reknit.processes.channel import Channel, Message
-from reknit.processes.nameless import map_file
+from reknit.processes.channel import Channel, Message, map_file
 from reknit.system import start_thread
-from reknit.types.lazy_property import lazy_property
+from reknit.types.small import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reknit.engine.background.agent_save import AgentSave
-    from reknit.engine.background.agent_state import AgentState, WarmUp
+    from reknit.engine.background.agent_save import AgentSave, AgentState, WarmUp
     from reknit.engine.background.lanes import Jobs, PromotionLane
-    from reknit.engine.memory.tuning import Tuner
+    from reknit.engine.memory.write import Tuner
     from reknit.processes.shared_memory import SharedMemory
 
 logger = logging.getLogger("reknit")
@@ -64,16 +60,16 @@ class Agent:
         self._arenas: dict[int, SharedMemory] = {}
         self.saves: dict[int, AgentSave] = {}
         self._note = None if trainer is None else Note()
-        self._lent: dict[int, dict[int, memoryview]] = {}
+        self._values: dict[int, dict[int, memoryview]] = {}
         self._longest_s = 0.0
         self._to_write: Jobs = queue.SimpleQueue()
         self._to_commit: Jobs = queue.SimpleQueue()
-        self._hears: dict[type[Message], Callable[..., None]] = {
+        self._handlers: dict[type[Message], Callable[..., None]] = {
             say.Join: self._join,
             say.ConnectParent: self._connect_parent,
             say.GiveArena: self._take_arena,
             say.DropArenas: self._drop,
-            say.Lend: self._borrow,
+            say.ShareValues: self._map_values,
             say.Begin: self._begin,
             say.Planned: self._plan,
             say.Filled: self._fill,
@@ -92,7 +88,7 @@ class Agent:
                 workers[name] = start_thread(f"reknit-agent-{name}", partial(work, jobs))
             announced = self._serve()
         except BaseException as error:  # an exit status would not show the cause
-            self._channel.try_send(say.Fell(typed(error).to_wire()))
+            self._channel.try_send(say.AgentFailed(typed(error).to_wire()))
             raise
         finally:
             self.outlive(announced=announced)  # also after a bug: no thread may wait forever for a message
@@ -123,7 +119,7 @@ class Agent:
                 return True
             # Some messages come with a descriptor.
             fds = () if received.fd is None else (received.fd,)
-            self._hears[type(received.message)](received.message, *fds)
+            self._handlers[type(received.message)](received.message, *fds)
 
     def outlive(self, *, announced: bool) -> None:
         """Fail the saves whose staging is incomplete, and limit the time of the others."""
@@ -202,17 +198,17 @@ class Agent:
         for number in drop.numbers:
             self._arenas.pop(number).close()
 
-    def _borrow(self, lend: say.Lend, fd: int) -> None:
+    def _map_values(self, lend: say.ShareValues, fd: int) -> None:
         """Map values of a save that is about to begin."""
         try:
             memory = memoryview(map_file(fd, lend.nbytes))
         finally:
             os.close(fd)
         views = {number: memory[begin:end] for number, begin, end in lend.blobs}
-        self._lent.setdefault(lend.number, {}).update(views)
+        self._values.setdefault(lend.number, {}).update(views)
 
     def _begin(self, begin: say.Begin) -> None:
-        for number, view in self._lent.pop(begin.number, {}).items():
+        for number, view in self._values.pop(begin.number, {}).items():
             begin.claims.blobs[number].data = cast("bytes", view)  # its readers treat a view as bytes
         options = SaveOptions(**begin.options)
         try:
@@ -225,7 +221,7 @@ class Agent:
     @lazy_property
     def _maker(self) -> AgentState:
         # Trainers wait for agents to join, and not for these imports: see `AgentLink` for threads.
-        from reknit.engine.background.agent_state import AgentState
+        from reknit.engine.background.agent_save import AgentState
 
         if self._rank == 0:
             self._to_commit.put(_load_index_code)
@@ -280,7 +276,7 @@ class Agent:
         self._longest_s = max(self._longest_s, timeout_s)
 
         def refuse_everywhere() -> None:
-            from reknit.engine.background.agent_state import refuse
+            from reknit.engine.background.agent_save import refuse
 
             try:
                 refuse(number, error, group, timeout_s)
@@ -314,7 +310,7 @@ class Agent:
             cast("WarmUp", warm_up).make_ready()
 
     def _abandon(self, abandon: say.Abandon) -> None:
-        self._lent.pop(abandon.number, None)
+        self._values.pop(abandon.number, None)
         error = from_wire(abandon.error)
         save = self.saves.get(abandon.number)
         if save is not None:
@@ -326,7 +322,7 @@ class Agent:
 def _load_index_code() -> None:
     """Import the modules of a commit ahead of it; the commit itself raises their errors."""
     with suppress(Exception):
-        import reknit.format.index.file  # noqa: F401
+        import reknit.format.index  # noqa: F401
 
 
 def main(fd: int, trainer: int) -> None:

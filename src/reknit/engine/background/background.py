@@ -4,29 +4,70 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reknit.engine.background.trainer.agent_supervisor import AgentSupervisor
-from reknit.engine.background.trainer.stage_for_agent import PreparedSave, begin_at_agent, stage_for_agent
-from reknit.engine.background.trainer.warm_up import warm_up
+from reknit.engine.background.at_agent import PreparedSave, begin_at_agent, stage_for_agent, warm_up
+from reknit.engine.background.session import AgentSupervisor
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.unasked import unasked_saves
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError
-from reknit.monitor.phase import Deadline
-from reknit.system import AtExit, start_thread
+from reknit.events.phase import Deadline
+from reknit.system import AtExit, at_very_end, end_with_failure, start_thread
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.group import Group
-    from reknit.engine.background.trainer.stage_for_agent import Story, Until
-    from reknit.engine.saving.save_job import SaveJob
+    from reknit.engine.background.at_agent import Story, Until
+    from reknit.engine.saving.task import SaveJob
     from reknit.options import SaveOptions
+
+
+class UnaskedSaves:
+    """The saves of this process whose failures are printed at its end, unless somebody asks for them before.
+
+    The exit status of a process with such a failure is not 0, so that launchers and shells see it, too.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all saves, which belong to the parent in a forked process."""
+        self._lock = threading.RLock()  # a handler of a signal may save, too
+        self._saves: list[SaveOutcome] = []
+        self._watching = False
+
+    def watch(self, save: SaveOutcome) -> None:
+        """Watch a save that begins."""
+        with self._lock:
+            self._saves = [*(each for each in self._saves if each.unasked or not each.over()), save]
+            if not self._watching:
+                self._watching = True
+                at_very_end(self.report)
+
+    def report(self) -> None:
+        """Print the failures that nobody asked for, and end this process with a status other than 0."""
+        failed = [save for save in self._saves if save.unasked]
+        if failed:
+            self._saves = []
+            lines = ["reknit: this process ends with an error, since nobody has asked for the results of"]
+            for save in failed:
+                what, error = save.failure()
+                lines.append(f"  {what}, which failed: {type(error).__name__}: {error}")
+            with suppress(Exception):  # standard error may be closed, or missing
+                sys.stderr.write("\n".join([*lines, ""]))
+            end_with_failure()
+
+
+unasked_saves = UnaskedSaves()
+os.register_at_fork(after_in_child=unasked_saves.reset)
+
 
 logger = logging.getLogger("reknit")
 
@@ -42,10 +83,10 @@ class Background:
         self._in_process = in_process
         self.when_closed: Callable[[], object] = lambda: None
         self._exit_wait_s = 0.0
-        self.begin_anew()
+        self.reset()
         _all.add(self)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Drop all saves, agents and arenas, which belong to the parent in a forked process."""
         self.supervisor = AgentSupervisor(in_process=self._in_process)
         self.arenas: Arenas | None = None
@@ -58,7 +99,7 @@ class Background:
     def after_fork(self) -> None:
         """Begin anew in a forked child, which must not keep the memory of the parent's arenas alive."""
         arenas, theirs = self.arenas, self.pending
-        self.begin_anew()
+        self.reset()
         for pending in theirs:
             pending.after_fork()
         if arenas is not None:

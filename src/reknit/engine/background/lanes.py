@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
+import secrets
 from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
-from reknit.engine.background.side_group import side_group
+from reknit.comm.group import quietly
+from reknit.engine import messages
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -16,6 +19,59 @@ if TYPE_CHECKING:
     from reknit.options import CommOptions
 
     Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+
+def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: float) -> comm.Group:
+    """Form a second group of the same ranks, for the rounds of another thread; all ranks call this.
+
+    Raises `CommError`, on all ranks or on none.
+    """
+    if group.size == 1:
+        return comm.SoloGroup()
+    with quietly():
+        from reknit.comm.tree.tree_group import (
+            TreeGroup,  # gRPC is loaded only when there is someone to talk to
+        )
+
+    side: TreeGroup | None = None
+    try:
+        with comm.turn(group, name, timeout_s) as turn:
+            here, topology, generation = where_of(group, options), group.topology, group.generation
+            side = TreeGroup(group.rank, topology, job=name, generation=generation, options=here)
+            address = messages.ListenAddress(side.address, side.above)
+            place = turn.give(places(turn.gather(address)), messages.TreeAddress)
+        # The loss of a rank before it is connected would show only at the deadline of a round.
+        with comm.turn(group, name, timeout_s) as turn:
+            side.connect_parent(place.above)
+            turn.arrive()
+    except BaseException:
+        if side is not None:
+            side.close()
+        raise
+    return side
+
+
+def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
+    """Return options that make a server listen at the host of the server of `group`, if this rank has one."""
+    host = getattr(group, "host", None)
+    if host is None or options.bind is not None or options.interface is not None:
+        return options
+    return dataclasses.replace(options, bind=host)
+
+
+def places(
+    ranks: Sequence[messages.ListenAddress] | None,
+) -> list[messages.TreeAddress] | None:
+    """Return for each rank the address of the rank above it, and the seed and number that all share.
+
+    Only rank 0 has the addresses of all; other ranks have None, and get None.
+    """
+    if ranks is None:
+        return None
+    seed, number = secrets.token_hex(16), max(rank.number for rank in ranks)
+    above = ["" if rank.above is None else ranks[rank.above].address for rank in ranks]
+    return [messages.TreeAddress(address, seed, number) for address in above]
+
 
 _MOST = 8
 """The number of lanes of an agent; more stores than lanes share them."""

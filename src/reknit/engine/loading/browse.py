@@ -6,25 +6,24 @@ import operator
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reknit.engine.display import Shown
 from reknit.engine.loading.match import require_covered
 from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
-from reknit.engine.record.file_checks import check_size
+from reknit.engine.reports import Shown
+from reknit.engine.stored.file_checks import check_size
 from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened, unknown_items
 from reknit.engine.stored.renaming import Naming
 from reknit.errors import FormatError, MismatchError, UsageError, did_you_mean
+from reknit.events.progress import amount
 from reknit.keywords import checked_call
-from reknit.monitor.progress_text import amount
 from reknit.types.box import Box
-from reknit.types.pattern_suggestions import suggest
 from reknit.types.shard import GENERATOR, TensorSpec, full_name
-from reknit.types.wanted import matches
+from reknit.types.wanted import matches, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reknit.monitor.phase import Recorder
+    from reknit.events.phase import Recorder
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest

@@ -1,32 +1,112 @@
-"""Which entries of a checkpoint does the target of this rank take?  Its names and shapes decide."""
+"""The entries that this rank's target takes, chosen by names and shapes, with checks of shared ones."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
-from reknit.engine import round_messages
-from reknit.engine.loading.index_part import Reach
+from reknit.engine import messages
+from reknit.engine.loading.contents import Reach
 from reknit.engine.loading.match import Fill, Problems, match, strict_patterns, terms
-from reknit.engine.packed_columns import Name, bitmaps, left_over
+from reknit.engine.loading.read import RangeReader
 from reknit.engine.stored.renaming import split_transforms
 from reknit.format.checksum import digest
+from reknit.planner.columns import Name, bitmaps, left_over
+from reknit.types.box import Box, flat_range_boxes
+from reknit.types.dtype import numpy_dtype
 from reknit.types.shard import full_name
 from reknit.types.wanted import matches, selects
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
-    from reknit.engine.loading.load_job import LoadJob
+    from reknit.engine.loading.task import LoadJob
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.transforms.apply import Transformed
     from reknit.transforms.quantized import Quantized
-    from reknit.types.foreign.other_format import Unread
-    from reknit.types.manifest import Catalog, Manifest
+    from reknit.types.manifest import Catalog, Index, Manifest
+    from reknit.types.small import Unread
     from reknit.types.wanted import Wanted
+
+
+BATCH_NBYTES = 64 << 20
+"""Bytes of each of two tensors that are compared at a time."""
+
+
+class _TiedPair(NamedTuple):
+    """A wanted part of a tensor, and the tensor that is tied to it, by their numbers."""
+
+    alias: int
+    tied: int
+    box: Box
+
+
+def unequal(
+    job: LoadJob, checkpoint: OpenCheckpoint, wanted: Wanted, fills: Sequence[Fill]
+) -> list[tuple[str, str]]:
+    """Return (name, reason) of tensors that are tied in the target and differ in the checkpoint.
+
+    It reads only the wanted parts of tensors that are stored twice.
+    """
+    index, options = checkpoint.index, job.options
+    found: dict[str, str] = {}
+    for batch in _batches(index, _pairs(index, wanted, fills)):
+        boxes = [(tensor, pair.box) for pair in batch for tensor in (pair.alias, pair.tied)]
+        dtypes = [numpy_dtype(index.tensors[tensor].spec.dtype) for tensor, _ in boxes]
+        arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(boxes, dtypes, strict=True)]
+        targets = [(*box, array) for box, array in zip(boxes, arrays, strict=True)]
+        RangeReader(checkpoint, targets, options).run(job.recorder, options.timeout_s)
+        for pair, alias, tied in zip(batch, arrays[::2], arrays[1::2], strict=True):
+            if alias.tobytes() != tied.tobytes():
+                name, of = (full_name(*index.tensors[t][:2]) for t in (pair.alias, pair.tied))
+                values = f" ({alias.item()} and {tied.item()})" if alias.size == 1 else ""
+                found[name] = (
+                    f"it differs from {of} in the checkpoint{values}, and is one with it in the target"
+                )
+    return list(found.items())
+
+
+def _batches(index: Index, pairs: Iterator[_TiedPair]) -> Iterator[list[_TiedPair]]:
+    """Yield pairs in lists of about `BATCH_NBYTES` of each of the two tensors."""
+    batch: list[_TiedPair] = []
+    nbytes = 0
+    for pair in pairs:
+        batch.append(pair)
+        nbytes += pair.box.numel * index.tensors[pair.alias].spec.itemsize
+        if nbytes >= BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _pairs(index: Index, wanted: Wanted, fills: Sequence[Fill]) -> Iterator[_TiedPair]:
+    """Yield the tensors to be compared, in parts that fit in memory."""
+    apart: dict[int, list[int]] = {}
+    for item, fqn, of_item, of in wanted.aliases:
+        alias, tied = index.ids[item, fqn], index.ids.get((of_item, of))
+        if tied is not None and not _is_one(index, alias, tied):
+            apart.setdefault(tied, []).append(alias)
+    for fill in fills if apart else ():
+        for alias in apart.get(fill.tensor, ()):
+            step = max(BATCH_NBYTES // index.tensors[alias].spec.itemsize, 1)
+            for first in range(0, fill.box.numel, step):
+                numel = min(step, fill.box.numel - first)
+                for part in flat_range_boxes(fill.box.lengths, first, numel):
+                    yield _TiedPair(alias, fill.tensor, part.shifted(fill.box.offsets))
+
+
+def _is_one(index: Index, alias: int, tied: int) -> bool:
+    """Return whether two tensors share the same bytes of the same files."""
+    ours, theirs = (
+        np.stack((index.file[rows], index.start[rows]))
+        for rows in (slice(*index.first[t : t + 2]) for t in (alias, tied))
+    )
+    return np.array_equal(ours, theirs)
 
 
 class Collected(NamedTuple):
@@ -44,7 +124,7 @@ class Collected(NamedTuple):
     transformed: Transformed | None
     made: dict[str, bytes]
 
-    def request(self) -> round_messages.Asked:
+    def request(self) -> messages.Asked:
         """Return the message that asks the root for the rows of the index."""
         index, wanted, problems = self.checkpoint.index, self.wanted, self.problems
         taken = {index.tensors[fill.tensor][:2] for fill in self.fills}
@@ -63,22 +143,22 @@ class Collected(NamedTuple):
             if mentioned and full_name(*key) in mentioned and key not in taken and key not in values
         ]
         boxes = [(fill.tensor, fill.box.offsets, fill.box.lengths) for fill in self.fills]
-        return round_messages.Asked(
+        return messages.Asked(
             tensors=bitmaps(index.ids, taken),
             blobs=bitmaps(self.checkpoint.blob_names(), values),
             refused=refused,
-            boxes=digest(round_messages.encode(boxes)),
+            boxes=digest(messages.encode(boxes)),
             made=self.made,
         )
 
 
-def request_items(job: LoadJob) -> round_messages.Items:
+def request_items(job: LoadJob) -> messages.Items:
     """Return the message with the items that this rank loads; other ranks may load other items."""
     # With `only`, each missing name is reported by itself.  Otherwise a lenient pattern that matches any name
     # in the item also permits a missing item.
     lenient, each_name = job.lenient, bool(job.options.only)
     optional = [item for item in job.items if each_name or selects(f"{item}/", lenient)]
-    return round_messages.Items(list(job.items), optional)
+    return messages.Items(list(job.items), optional)
 
 
 def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
@@ -125,7 +205,7 @@ def _program(manifest: Manifest) -> str:
     return str(manifest.origin.get("imported", ""))
 
 
-def left_of_made(root: Collected, asked: Sequence[round_messages.Asked], left: Sequence[Name]) -> list[Name]:
+def unused_made_names(root: Collected, asked: Sequence[messages.Asked], left: Sequence[Name]) -> list[Name]:
     """Return the names that transforms make and no rank takes, without names whose sources are in `left`."""
     if root.transformed is None:
         return []

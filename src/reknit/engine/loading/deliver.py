@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.engine.memory.elements import address, contiguous_bytes, convert, deliver
-from reknit.engine.memory.sources import Sources
+from reknit.engine.memory.images import Sources
 from reknit.types import devices
 from reknit.types.box import Box, flat_range_boxes
 from reknit.types.shard import full_name
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.types.manifest import Index
-    from reknit.types.plan import LoadPlan
+    from reknit.types.shard import LoadPlan
 
 
 DIRECT_NBYTES = 32 << 10

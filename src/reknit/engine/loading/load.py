@@ -11,32 +11,83 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reknit.comm import group as comm
-from reknit.engine import round_messages
-from reknit.engine.loading.collect import collect, request_items
-from reknit.engine.loading.load_coordinator import LoadCoordinator
-from reknit.engine.loading.load_effects import MOST_LACKING
-from reknit.engine.loading.load_job import LoadPart
-from reknit.engine.loading.load_report import load_report
-from reknit.engine.loading.metadata import ReceivedMetadata
-from reknit.engine.loading.ties import unequal
-from reknit.engine.packed_columns import unpacked
-from reknit.engine.sharing.fetch_tracker import StoppedError
-from reknit.engine.stored.places import again
+from reknit.engine import messages
+from reknit.engine.loading.collect import collect, request_items, unequal
+from reknit.engine.loading.contents import ReceivedMetadata
+from reknit.engine.loading.root import MOST_LACKING, LoadCoordinator
+from reknit.engine.loading.task import LoadPart
+from reknit.engine.reports import LoadReport, other_files, unchecked
+from reknit.engine.sharing.tracker import StoppedError
+from reknit.engine.stored.places import retry_if_changed as again
 from reknit.engine.stored.verify import check_all, check_sizes
 from reknit.errors import ReknitError
-from reknit.monitor.progress import progress
+from reknit.events.progress import progress
+from reknit.planner.columns import unpacked
 from reknit.system import start_thread
+from reknit.types.shard import full_name
 from reknit.types.wanted import selects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.engine.call_reports import LoadReport
     from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.load_job import LoadJob
-    from reknit.engine.loading.metadata import RootMetadata
+    from reknit.engine.loading.contents import RootMetadata
     from reknit.engine.loading.read import RangeReader
+    from reknit.engine.loading.task import LoadJob
+    from reknit.engine.messages import LoadDecision
     from reknit.engine.stored.opening import OpenCheckpoint
+
+
+def load_report(
+    job: LoadJob,
+    collected: Collected,
+    parts: Sequence[LoadPart],
+    decision: LoadDecision,
+) -> LoadReport:
+    """Return the report of a successful load."""
+    _, wanted, fills, problems, *_ = collected
+    checkpoint = parts[-1].reader.checkpoint
+    index, manifest = checkpoint.index, checkpoint.manifest
+    cut = {name for part in parts for name in _cut(part)}
+    full = [fill.name for fill in fills if fill.name not in problems.resized]
+    values = [full_name(*key) for key in wanted.blobs + wanted.own]
+    return LoadReport(
+        path=job.storage.url,
+        step=manifest.step,
+        metadata=manifest.metadata,
+        restored=_unique(full + values),
+        missing=tuple(name for name, _ in problems.missing),
+        unexpected=tuple(decision.unexpected),
+        mismatched=dict(problems.mismatched) | problems.resized,
+        left=tuple(decision.left),
+        cast=_unique([fill.name for fill in fills if fill.cast]),
+        resharded=_unique([name for name in full if name in cut]),
+        notes=other_files(manifest) | {full_name(item, fqn): what for item, fqn, what in wanted.notes},
+        nbytes_wanted=sum(fill.box.numel * index.tensors[fill.tensor].spec.itemsize for fill in fills),
+        nbytes_read=sum(part.reader.nbytes_read for part in parts),
+        nbytes_received=sum(part.nbytes_received for part in parts),
+        phases=tuple(job.recorder.records),
+        unchecked=unchecked(manifest),
+        saved_by=_number(manifest.origin.get("world_size")),
+    )
+
+
+def _number(value: object) -> int | None:
+    """Return a number that a manifest has, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _cut(part: LoadPart) -> list[str]:
+    """Return the names of the boxes that do not consist of exactly one chunk."""
+    plan, lengths = part.reader.plan, part.reader.checkpoint.index.lengths
+    rows = zip(plan.wanted.tolist(), lengths[plan.chunk].prod(axis=1).tolist(), strict=True)
+    whole = {number for number, numel in rows if part.fills[number].box.numel == numel}
+    return [fill.name for number, fill in enumerate(part.fills) if number not in whole and fill.box.numel]
+
+
+def _unique(names: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
 
 logger = logging.getLogger("reknit")
 
@@ -65,7 +116,7 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
         with recorder.phase("open"), comm.turn(group, FIRST_ROUND, timeout_s, opens=True) as turn:
             wanted = turn.gather(request_items(job))
             offers = None if wanted is None else root.open(wanted)
-            contents = turn.give(offers, round_messages.ItemContents)
+            contents = turn.give(offers, messages.ItemContents)
 
         # 2 Collect the entries that the target takes; the root answers with their places.
         with recorder.phase("locate"), comm.turn(group, "locate", timeout_s) as turn:
@@ -73,7 +124,7 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
             collected = collect(job, metadata.checkpoint)
             asked = turn.gather(collected.request())
             places = None if asked is None else root.locate(collected, asked)
-            answer = turn.give(places, round_messages.Answer)
+            answer = turn.give(places, messages.Answer)
 
         # 3 Plan the reads.  4 Agree: a problem of any rank is an error on all ranks, before a byte of any
         # target changes.  Ranks that want the same bytes divide the reads.
@@ -85,7 +136,7 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
                     each.share(job, last)
             loads = turn.gather(_request(job, collected, early, late))
             decisions = None if loads is None else root.agree(loads)
-            decision = turn.give(decisions, round_messages.LoadDecision)
+            decision = turn.give(decisions, messages.LoadDecision)
 
         # 5 Read, verify, deliver: first for objects, whose tensors are read into new memory.  When an object
         # refuses them, only its own code can have changed a live tensor.
@@ -102,10 +153,12 @@ def _load(job: LoadJob, root: LoadCoordinator) -> LoadReport:
                     if part is not None and part.shared is not None:
                         part.shared.reserve(share)
                     turn.arrive()
-            stopped = round_messages.Stopped(group.rank)
+            stopped = messages.Stopped(group.rank)
             with comm.turn(group, name, timeout_s) as turn:
                 try:
-                    with _said(job, late, alone=group.size == 1 or name == "objects") as target:
+                    with _noting_target_state(
+                        job, late, alone=group.size == 1 or name == "objects"
+                    ) as target:
                         if part is not None and part.shared is not None and share is not None:
                             part.nbytes_received = part.shared.run(share, recorder, timeout_s)
                         elif part is not None:
@@ -136,7 +189,7 @@ def _plan(
     job: LoadJob,
     metadata: RootMetadata | ReceivedMetadata,
     collected: Collected,
-    answer: round_messages.Answer,
+    answer: messages.Answer,
 ) -> tuple[LoadPart | None, LoadPart]:
     """Plan the reads of this rank, first those for objects; add faults of files to its problems.
 
@@ -177,12 +230,12 @@ def _damaged(
 
 def _request(
     job: LoadJob, collected: Collected, early: LoadPart | None, late: LoadPart
-) -> round_messages.LoadRequest:
+) -> messages.LoadRequest:
     """Return the request of this rank: names that do not fit and are not accepted, and ranges to read."""
     wanted, problems, lenient = collected.wanted, collected.problems, job.lenient
     num_filled = len({fill.name for fill in collected.fills} | problems.resized.keys()) + wanted.num_kept
     most = MOST_LACKING if lenient and not num_filled else 0
-    return round_messages.LoadRequest(
+    return messages.LoadRequest(
         rank=job.group.rank,
         missing=[p for p in problems.missing if not selects(p[0], lenient)],
         mismatched=[p for p in problems.mismatched if not selects(p[0], lenient)],
@@ -217,7 +270,7 @@ class _Target:
 
 
 @contextmanager
-def _said(job: LoadJob, late: LoadPart, *, alone: bool) -> Iterator[_Target]:
+def _noting_target_state(job: LoadJob, late: LoadPart, *, alone: bool) -> Iterator[_Target]:
     """Add the state of the target to errors that pass."""
     target = _Target(late.reader, alone)
     try:

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a target?  Match wanted entries with saved entries, and list the problems."""
+"""The match of wanted entries with saved entries, and the list of problems where they do not fit."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.errors import CorruptError, MismatchError, ReknitError
-from reknit.planner.gaps import SHOWN
-from reknit.planner.tiling import untiled
+from reknit.planner.tiling import SHOWN, untiled
 from reknit.types.box import Box
 from reknit.types.dtype import converts
-from reknit.types.rank_text import spelled
 from reknit.types.shard import full_name
+from reknit.types.small import spelled
 from reknit.types.wanted import Terms, matches, reshaping, selects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
-    from reknit.engine.round_messages import LoadRequest
+    from reknit.engine.messages import LoadRequest
     from reknit.options import LoadOptions
     from reknit.planner.tiling import Gap
     from reknit.transforms.quantized import Quantized
-    from reknit.types.foreign.other_format import Unread
     from reknit.types.manifest import Index
     from reknit.types.shard import TensorSpec
+    from reknit.types.small import Unread
     from reknit.types.wanted import Wanted
 
 

@@ -7,13 +7,12 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.memory.arena import PAGE_NBYTES, SPAN_NBYTES
-from reknit.engine.memory.workers import run_jobs
+from reknit.engine.memory.workers import PAGE_NBYTES, SPAN_NBYTES, run_jobs
 from reknit.environment import local_ranks, num_threads
 from reknit.errors import UsageError
-from reknit.monitor.host_memory import available_nbytes
-from reknit.monitor.phase import Deadline
+from reknit.events.phase import Deadline
 from reknit.processes.shared_memory import SharedMemory
+from reknit.system import available_nbytes
 from reknit.types.devices import device_of, pin
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ import msgspec
 import numpy as np
 
 from reknit.errors import ProtocolError
-from reknit.planner.assemble import num_dims, widened
+from reknit.planner.assemble import num_dims, thinned, widened
 from reknit.planner.columns import Blocks, RankColumns, merged
-from reknit.planner.copies import thinned
-from reknit.types.decoding import decoder
+from reknit.types.small import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,32 +7,31 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from reknit.comm.group import SoloGroup
-from reknit.engine import round_messages
-from reknit.engine.record.at_path import size_of
-from reknit.engine.record.commit import clear_out, put_manifest, refuse_pinned
-from reknit.engine.record.marker import Marker, fenced_off, take_marker
-from reknit.engine.saving.manifest_content import list_files
-from reknit.engine.small_files import write_bytes
+from reknit.engine import messages
+from reknit.engine.memory.write import write_bytes
+from reknit.engine.stored.at_path import size_of
+from reknit.engine.stored.commit import clear_out, put_manifest, refuse_pinned
+from reknit.engine.stored.manifest_content import list_files
+from reknit.engine.stored.marker import Marker, fenced_off, take_marker
 from reknit.errors import (
     CheckpointExistsError,
     CommitError,
     StateError,
     StorageError,
 )
+from reknit.events.phase import now
 from reknit.format import paths
-from reknit.format.checksum import BLOCK_NBYTES
+from reknit.format.checksum import BLOCK_NBYTES, FORMAT_VERSION
 from reknit.format.manifest_file import encode_manifest
-from reknit.format.versions import FORMAT_VERSION
-from reknit.monitor.phase import now
 from reknit.storage.base import PerHost
 from reknit.types.manifest import FileEntry, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.saving.manifest_content import ManifestContent
-    from reknit.engine.saving.save_job import SaveJob
-    from reknit.engine.small_files import Written
+    from reknit.engine.memory.write import Written
+    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.stored.manifest_content import ManifestContent
     from reknit.storage.base import Storage
 
 
@@ -72,7 +71,7 @@ def check_manifest(job: SaveJob) -> None:
 
 def commit(
     job: SaveJob, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
-) -> round_messages.CommitOutcome:
+) -> messages.CommitOutcome:
     """Write the encoded `index`, and commit the files in the receipts of all ranks.
 
     The checkpoint exists from the moment when the manifest is put.  Raises `StateError` when no rank has an
@@ -94,7 +93,7 @@ def commit(
     # The commit: this write makes the checkpoint exist.
     mine, data = put_manifest(storage, mine, data, overwrite=job.overwrite)
     all_warnings = [*warnings, *merged.warnings, *clear_out(storage, mine, data)]
-    return round_messages.CommitOutcome(manifest.nbytes, all_warnings)
+    return messages.CommitOutcome(manifest.nbytes, all_warnings)
 
 
 def _manifest(job: SaveJob, mine: Marker, items: tuple[str, ...]) -> Manifest:

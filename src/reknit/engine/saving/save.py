@@ -7,31 +7,28 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128_digest
 
-from reknit.engine.call_reports import SaveReport
-from reknit.engine.memory.file_image import live, staged
-from reknit.engine.memory.transfer import Transfer
-from reknit.engine.memory.tuning import Tuner
-from reknit.engine.saving.plan_cache import keep_latest
-from reknit.engine.saving.rank_part import RankPart
+from reknit.engine.memory.devices import Transfer
+from reknit.engine.memory.images import live, staged
+from reknit.engine.memory.write import PIECE_NBYTES, Tuner, write_files
+from reknit.engine.reports import SaveReport
+from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator, keep_latest
+from reknit.engine.saving.here import assign, assign_turn, commit_turn
+from reknit.engine.saving.part import RankPart
 from reknit.engine.saving.reuse import Committed, Reuse
-from reknit.engine.saving.save_coordinator import PLANS_KEPT, Coordinator
-from reknit.engine.saving.save_rounds import assign, assign_turn, commit_turn
-from reknit.engine.saving.write import PIECE_NBYTES, write_files
 from reknit.environment import num_threads
+from reknit.events.phase import Stopwatch
+from reknit.events.progress import progress
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.monitor.phase import Stopwatch
-from reknit.monitor.progress import progress
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.engine.call_reports import SaveTotals
-    from reknit.engine.outgoing import Outgoing
-    from reknit.engine.saving.compared_copies import Chosen
-    from reknit.engine.saving.file_layout import Outline
-    from reknit.engine.saving.save_job import SaveJob
-    from reknit.engine.small_files import Written
+    from reknit.engine.memory.write import Outgoing, Written
+    from reknit.engine.reports import SaveTotals
+    from reknit.engine.saving.layout import Outline
+    from reknit.engine.saving.part import Chosen
+    from reknit.engine.saving.task import SaveJob
     from reknit.options import SaveOptions
 
 

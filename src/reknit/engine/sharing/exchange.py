@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from reknit.engine.memory.arena import borrowed
-from reknit.engine.memory.workers import run_jobs
-from reknit.engine.sharing.fetch_tracker import LOOK_S, FetchTracker, StoppedError
+from reknit.engine.memory.workers import borrowed, run_jobs
 from reknit.engine.sharing.host_exchange import HostExchange
-from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, RingSlot, aligned, batches_of, num_slots
+from reknit.engine.sharing.tracker import (
+    LOOK_S,
+    OTHER_HOSTS,
+    FetchTracker,
+    HeldFetch,
+    RingSlot,
+    StoppedError,
+    aligned,
+    batches_of,
+    num_slots,
+)
 from reknit.errors import CommError, ReknitError
 from reknit.processes.shared_memory import SharedMemory
 from reknit.system import start_thread
@@ -24,14 +32,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.arena import Arena, Arenas
-    from reknit.engine.memory.transfer import Transfer
-    from reknit.engine.sharing.fetch_tracker import Arrival
+    from reknit.engine.memory.devices import Transfer
+    from reknit.engine.memory.workers import Arena, Arenas
     from reknit.engine.sharing.host_exchange import Carrier
-    from reknit.engine.sharing.host_link import HostLink
-    from reknit.monitor.phase import Recorder
+    from reknit.engine.sharing.tracker import Arrival, HostLink
+    from reknit.events.phase import Recorder
     from reknit.planner.sharing import FetchTable
-    from reknit.types.plan import LoadPlan
+    from reknit.types.shard import LoadPlan
 
     Job = Callable[[Arena], None]
     Bytes = NDArray[np.uint8]

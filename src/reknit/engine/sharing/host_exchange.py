@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from reknit.engine.sharing.fetch_tracker import Arrival, StoppedError
-from reknit.engine.sharing.ring import OTHER_HOSTS, HeldFetch, RingSlot
+from reknit.engine.sharing.tracker import OTHER_HOSTS, Arrival, HeldFetch, RingSlot, StoppedError
 from reknit.errors import CommError, DeadlineError
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.sharing.fetch_tracker import FetchTracker
+    from reknit.engine.sharing.tracker import FetchTracker
     from reknit.planner.sharing import FetchTable
     from reknit.processes.shared_memory import SharedMemory
 

@@ -26,19 +26,18 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from reknit.engine.record.at_path import check_same, committed, read_manifest
-from reknit.engine.record.checkpoint_notes import notes_of, refuse_held
-from reknit.engine.record.commit import replace_manifest
-from reknit.engine.record.file_checks import read_checked, whole_manifest
-from reknit.engine.record.late_commits import entomb, may_land
-from reknit.engine.record.marker import Marker, begun_in, named
-from reknit.engine.record.other_formats import absent
-from reknit.engine.record.recognising import manifest_exists
-from reknit.engine.record.removals import PathRemoval, Removal, is_content, is_over, removing_copies
-from reknit.engine.saving.manifest_content import list_files
-from reknit.engine.small_files import discard, write_bytes
+from reknit.engine.memory.write import discard, write_bytes
+from reknit.engine.stored.agents import at_work
+from reknit.engine.stored.at_path import check_same, committed, read_manifest
+from reknit.engine.stored.commit import entomb, may_land, replace_manifest
+from reknit.engine.stored.file_checks import read_checked, whole_manifest
+from reknit.engine.stored.hints import absent
+from reknit.engine.stored.manifest_content import list_files
+from reknit.engine.stored.marker import Marker, begun_in, named
+from reknit.engine.stored.notes import notes_of, refuse_held
 from reknit.engine.stored.opening import unknown_items
-from reknit.engine.stored.running_agents import at_work
+from reknit.engine.stored.recognising import manifest_exists
+from reknit.engine.stored.removals import PathRemoval, Removal, is_content, is_over, removing_copies
 from reknit.errors import (
     FormatError,
     StorageError,
@@ -47,11 +46,11 @@ from reknit.errors import (
     UsageError,
     VersionError,
 )
+from reknit.events.phase import now
 from reknit.format import paths
 from reknit.format.file_table import table_of
-from reknit.format.index.file import decode_index, encode_index
+from reknit.format.index import decode_index, encode_index
 from reknit.format.manifest_file import decode_record, encode_manifest
-from reknit.monitor.phase import now
 from reknit.storage.base import Listed
 from reknit.types.manifest import FileEntry
 

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from reknit.engine.record.at_path import committed, is_committed, manifest_in
-from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold, noted, pin, put_note
-from reknit.engine.record.commit import replace_manifest
-from reknit.engine.record.late_commits import is_blind, rule_out
-from reknit.engine.record.marker import Marker, begun_in
-from reknit.engine.record.recognising import is_of_others, not_ours
-from reknit.engine.record.removals import delete_copies, is_content, removing_copies
+from reknit.engine.stored.at_path import committed, is_committed, manifest_in
+from reknit.engine.stored.commit import is_blind, replace_manifest, rule_out
 from reknit.engine.stored.delete import delete, refuse_busy, remove_empty
+from reknit.engine.stored.marker import Marker, begun_in
+from reknit.engine.stored.notes import LEASE_S, RenewedHold, noted, pin, put_note
 from reknit.engine.stored.places import moved_to
 from reknit.engine.stored.promote import promote_alone
+from reknit.engine.stored.recognising import is_of_others, not_ours
+from reknit.engine.stored.removals import delete_copies, is_content, removing_copies
 from reknit.engine.stored.verify import verify
 from reknit.errors import (
     CheckpointNotFoundError,
@@ -39,15 +38,14 @@ from reknit.errors import (
     UsageError,
 )
 from reknit.format import paths
-from reknit.format.manifest_file import encode_manifest
-from reknit.format.notes import ColdCopy, Pin
+from reknit.format.manifest_file import ColdCopy, Pin, encode_manifest
 from reknit.options import LoadOptions
 from reknit.storage.base import LONGEST_REQUEST_S, HasDates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.engine.stored.copy_files import Promotion
+    from reknit.engine.stored.promote import Promotion
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
 

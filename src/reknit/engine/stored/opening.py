@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct, structs
 
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.record.at_path import read_manifest
-from reknit.engine.record.file_checks import first_sound, read_checked, read_once
-from reknit.engine.record.other_formats import opener
-from reknit.engine.round_messages import OwnNames
-from reknit.engine.stored.places import again, changed, files_at
+from reknit.engine.messages import OwnNames
+from reknit.engine.stored.at_path import read_manifest
+from reknit.engine.stored.file_checks import first_sound, read_checked, read_once
+from reknit.engine.stored.hints import opener
+from reknit.engine.stored.places import changed, files_at, retry_if_changed
 from reknit.engine.stored.renaming import Naming, Renamed, own_names, renamed
 from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError
 from reknit.format import paths
+from reknit.format.blob_codec import decode_blobs
 from reknit.format.file_table import with_table
+from reknit.format.index import decode_index
 from reknit.format.index.checks import check_extents
-from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_record
-from reknit.format.values.blob_codec import decode_blobs
 from reknit.types.manifest import Catalog
 from reknit.types.shard import without_forms
 from reknit.types.wanted import Terms
@@ -73,7 +73,7 @@ class OpenCheckpoint:
 
     def read(self, read: Callable[[Storage], _Read]) -> _Read:
         """Read files of the checkpoint, again if they have moved meanwhile."""
-        return again(lambda: self.source, read, lambda _, error: self._follow(error))
+        return retry_if_changed(lambda: self.source, read, lambda _, error: self._follow(error))
 
     def _follow(self, error: ReknitError) -> bool:
         """Return whether the files have moved, and take their new place as the source."""
@@ -209,7 +209,7 @@ def read_opened(
     others.  If the files move meanwhile, or another checkpoint comes, all is read again.
     """
     try:
-        return again(
+        return retry_if_changed(
             lambda: first_sound(storage, replicas, lambda place: _decoded(read_manifest(place), place)),
             lambda manifest: _contents(
                 files_at(storage, manifest.moved_to), manifest, items, replicas, own=own, most_kept=most_kept

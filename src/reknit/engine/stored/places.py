@@ -1,12 +1,12 @@
-"""Where are the files of a checkpoint, and is it still the one that was opened?"""
+"""The places where the files of a checkpoint are, and the check that it is still the one that was opened."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reknit.engine.record.at_path import manifest_in
-from reknit.engine.record.recognising import manifest_exists
+from reknit.engine.stored.at_path import manifest_in
+from reknit.engine.stored.recognising import manifest_exists
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
@@ -16,7 +16,7 @@ from reknit.errors import (
     StorageNotFoundError,
 )
 from reknit.storage.base import HasMoved
-from reknit.types.lazy_property import lazy_property
+from reknit.types.small import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ Begun = TypeVar("Begun")
 Result = TypeVar("Result")
 
 
-def again(
+def retry_if_changed(
     begin: Callable[[], Begun],
     read: Callable[[Begun], Result],
     has_changed: Callable[[Begun, ReknitError], bool],

@@ -1,46 +1,161 @@
-"""From a quick store to one that lasts: a committed checkpoint's files, copied and committed there too."""
+"""Promotion: the files of a committed checkpoint are copied to a lasting store, and committed there too."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from msgspec import structs
 
 from reknit.comm import group as comm
-from reknit.engine.memory.pace import Pace
-from reknit.engine.record.at_path import is_committed, read_manifest, size_of
-from reknit.engine.record.checkpoint_notes import LEASE_S, RenewedHold
-from reknit.engine.record.commit import clear_out, fate_of, never_if_it_fails, put_manifest
-from reknit.engine.record.file_checks import whole_manifest
-from reknit.engine.record.marker import Marker, fenced_off, remove_marker, take_marker
-from reknit.engine.record.recognising import find_manifest
-from reknit.engine.record.removals import delete_copies
-from reknit.engine.stored.copy_files import Promotion, copy_files, unsound_files
-from reknit.engine.stored.places import again, changed, files_at, moved_to
+from reknit.engine.memory.workers import Pace, run_jobs
+from reknit.engine.memory.write import PIECE_NBYTES, PIECES, Outgoing, Tuner, write_bytes, write_files
+from reknit.engine.reports import PromotionReport
+from reknit.engine.stored.at_path import is_committed, read_manifest, size_of
+from reknit.engine.stored.commit import clear_out, fate_of, never_if_it_fails, put_manifest
+from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked, whole_manifest
+from reknit.engine.stored.marker import Marker, fenced_off, remove_marker, take_marker
+from reknit.engine.stored.notes import LEASE_S, RenewedHold
+from reknit.engine.stored.places import changed, files_at, moved_to
+from reknit.engine.stored.places import retry_if_changed as again
+from reknit.engine.stored.recognising import find_manifest
+from reknit.engine.stored.removals import delete_copies
+from reknit.environment import num_threads
 from reknit.errors import (
     CheckpointExistsError,
     CommitError,
+    CorruptError,
     FencedError,
+    FormatError,
     ReknitError,
+    StorageError,
     UndecidedError,
 )
+from reknit.events.phase import Recorder
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.manifest_file import decode_record, encode_manifest
-from reknit.monitor.phase import Recorder
 from reknit.types.manifest import FileEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.engine.call_reports import PromotionReport
-    from reknit.engine.record.run_record import Run
-    from reknit.engine.saving.save_job import SaveJob
-    from reknit.engine.small_files import Written
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from reknit.engine.memory.workers import Arena
+    from reknit.engine.memory.write import Written
+    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.stored.run_record import Run
+    from reknit.options import SaveOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import Manifest
+
+
+_SMALL_NBYTES = 256 << 10
+"""Files up to this size are read whole, and many are copied at once: they wait for stores, not for bytes."""
+_MOST_SMALL = 64
+_MOST_CHECKED = 8
+"""Files that one process checks at once, each with a piece in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Where a checkpoint is, and where it is to be as well; `overwrite` replaces another one there.
+
+    `pace` is how fast this process copies.
+    """
+
+    source: Storage
+    target: Storage
+    overwrite: bool
+    options: SaveOptions
+    recorder: Recorder
+    pace: Pace = field(default_factory=Pace)
+    run: Run | None = None
+
+    def report(self, step: int | None, write_id: str, copied: Sequence[FileEntry]) -> PromotionReport:
+        """Return the report of this process."""
+        return PromotionReport(
+            path=self.target.url,
+            source=self.source.url,
+            step=step,
+            write_id=write_id,
+            nbytes=sum(file.nbytes for file in copied),
+            num_files=len(copied),
+            phases=tuple(self.recorder.records),
+        )
+
+
+def unsound_files(job: Promotion, files: Sequence[FileEntry], block_nbytes: int) -> list[FileEntry]:
+    """Return the files of which the target has not every block."""
+    sound: set[str] = set()
+
+    def check(file: FileEntry, _: Arena) -> None:
+        if is_sound(job.target, file, block_nbytes):
+            sound.add(file.path)  # one step, beside those of other threads
+
+    if files:
+        with job.recorder.phase("verify", nbytes=sum(file.nbytes for file in files)):
+            run_jobs(files, check, threads=_MOST_CHECKED, arena_nbytes=1, budget_nbytes=_MOST_CHECKED)
+    return [file for file in files if file.path not in sound]
+
+
+def is_sound(storage: Storage, file: FileEntry, block_nbytes: int) -> bool:
+    """Return whether a store has a file, with every block as it was saved."""
+    piece_nbytes = max(PIECE_NBYTES, block_nbytes)
+    try:
+        check_size(storage, file)
+        for start in range(0, file.nbytes, piece_nbytes):
+            data = memoryview(bytearray(min(piece_nbytes, file.nbytes - start)))
+            read_blocks(storage, file, start, data, block_nbytes)
+    except (CorruptError, StorageError):
+        return False
+    return True
+
+
+def copy_files(
+    job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry], *, keep: bool
+) -> None:
+    """Copy files, each block compared with its digest on the way, and add them to `copied`.
+
+    After an error `copied` has at least the files in the target; `keep` leaves finished files there.
+    """
+    source, target = job.source, job.target
+    if block_nbytes > PIECES[-1]:
+        raise FormatError(f"the checkpoint has blocks of {block_nbytes} bytes, more than can be promoted")
+    small = [file for file in files if file.nbytes <= _SMALL_NBYTES]
+    large = [file for file in files if file.nbytes > _SMALL_NBYTES]
+    copied += files
+
+    def whole(file: FileEntry, _: Arena) -> None:
+        job.pace.take(file.nbytes)
+        write_bytes(target, file.path, read_checked(source, file, block_nbytes), keep=keep)
+
+    def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        piece, file = arena.view(nbytes), large[number]
+        job.pace.take(nbytes)
+        read_blocks(source, file, start, piece.data, block_nbytes)
+        return piece
+
+    for file in large:
+        check_size(source, file)
+    if small:
+        with job.recorder.phase("write", nbytes=sum(file.nbytes for file in small)):
+            count = min(_MOST_SMALL, len(small))
+            run_jobs(small, whole, threads=count, arena_nbytes=1, budget_nbytes=count)
+    write_files(
+        target,
+        [Outgoing(file.path, file.nbytes) for file in large],
+        fetch,
+        tuner=Tuner(threads=num_threads(job.options.threads), piece_nbytes=max(PIECE_NBYTES, block_nbytes)),
+        recorder=job.recorder,
+        phase="read",
+        budget_nbytes=job.options.inflight_nbytes,
+        keep=keep,
+    )
+
 
 logger = logging.getLogger("reknit")
 

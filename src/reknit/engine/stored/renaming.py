@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from reknit.engine.record.file_checks import read_checked
-from reknit.engine.round_messages import OwnNames
+from reknit.engine.messages import OwnNames
+from reknit.engine.stored.file_checks import read_checked
 from reknit.errors import CorruptError, FormatError, MismatchError, StorageError
-from reknit.format.values.msgpack_reader import read_msgpack
-from reknit.types.containers import REBUILT, rebuilt
+from reknit.format.msgpack_reader import read_msgpack
 from reknit.types.manifest import TensorEntry
-from reknit.types.pattern_suggestions import some_of, suggest
 from reknit.types.shard import Tagged, full_name
+from reknit.types.small import REBUILT, rebuilt
+from reknit.types.wanted import some_of, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Is a checkpoint sound?  Checked by its metadata alone, or down to every byte."""
+"""Checks of a checkpoint: by its metadata alone, or down to every byte."""
 
 from __future__ import annotations
 
@@ -10,33 +10,27 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from reknit import plugins
-from reknit.engine.call_reports import VerifyReport
 from reknit.engine.memory.workers import run_jobs
-from reknit.engine.record.at_path import read_manifest
-from reknit.engine.record.file_checks import (
-    UNSOUND,
-    check_size,
-    read_blocks,
-    read_checked,
-    whole_manifest,
-)
+from reknit.engine.reports import VerifyReport
+from reknit.engine.stored.at_path import read_manifest
+from reknit.engine.stored.file_checks import UNSOUND, check_size, read_blocks, read_checked, whole_manifest
 from reknit.engine.stored.places import files_at
 from reknit.environment import num_threads
 from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, ReknitError, StorageError
+from reknit.format.blob_codec import decode_blobs
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import data_start, decode_header
+from reknit.format.index import decode_index
 from reknit.format.index.checks import check_extents
-from reknit.format.index.file import decode_index
 from reknit.format.manifest_file import decode_record
 from reknit.format.paths import parse_path
-from reknit.format.values.blob_codec import decode_blobs
 from reknit.planner.tiling import untiled
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reknit.engine.memory.arena import Arena
+    from reknit.engine.memory.workers import Arena
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage

@@ -1,136 +1,110 @@
-"""An index as Arrow columns, as its file stores them."""
+"""The rows of an index as columns, which the readers of an index file return."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
-from reknit.types.box import padded
+from reknit.errors import CorruptError
+from reknit.types.manifest import Index, TensorEntry
+from reknit.types.shard import MAX_NDIM, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from reknit.types.manifest import Index
-
     Ints = NDArray[np.int64]
-
-STRINGS = ("item", "fqn", "dtype", "file")
-LISTS = ("shape", "offsets", "lengths")
+    Codes = NDArray[np.int32]
 
 
-def schema(string: pa.DataType) -> pa.Schema:
-    """Return the columns, with texts as this type."""
-    boxes = pa.list_(pa.field("element", pa.int64(), nullable=False))
-    columns = [
-        ("item", string),
-        ("fqn", string),
-        ("dtype", string),
-        ("shape", boxes),
-        ("offsets", boxes),
-        ("lengths", boxes),
-        ("file", string),
-        ("start", pa.int64()),
-        ("nbytes", pa.int64()),
-    ]
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
+class NumberedNames(NamedTuple):
+    """A column of texts: distinct names, sorted, and the number of each row's."""
+
+    names: list[str]
+    codes: Codes
 
 
-SCHEMA = schema(pa.dictionary(pa.int32(), pa.string()))
-"""The columns as they are written, and read."""
+class Lists(NamedTuple):
+    """A column of lists of numbers: the length of each row's list, and the members of all of them."""
+
+    counts: NDArray[np.signedinteger]
+    members: Ints
 
 
-class IndexColumns:
-    """The columns of an index, ready to be cut into row groups."""
+class RowColumns(NamedTuple):
+    """The columns of an index file, which may contradict each other."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._ndim = np.array([len(entry.spec.shape) for entry in index.tensors], dtype=np.int64)
-        self._shapes = padded([entry.spec.shape for entry in index.tensors], index.offsets.shape[1], 0)
-        self._item = _names([entry.item for entry in index.tensors])
-        self._fqn = _names([entry.fqn for entry in index.tensors])
-        self._dtype = _names([entry.spec.dtype for entry in index.tensors])
-        self._file = _NameColumn(index.files, np.arange(len(index.files)))
+    item: NumberedNames
+    fqn: NumberedNames
+    dtype: NumberedNames
+    shape: Lists
+    offsets: Lists
+    lengths: Lists
+    file: NumberedNames
+    start: Ints
+    nbytes: Ints
 
-    def table(self, begin: int, end: int) -> pa.Table:
-        """Return rows as Arrow."""
-        index, rows = self._index, slice(begin, end)
-        numbers = index.tensor[rows]
-        tensors = slice(int(numbers[0]), int(numbers[-1]) + 1)
-        first = np.clip(index.first[tensors.start : tensors.stop + 1], begin, begin + len(numbers))
-        counts = first[1:] - first[:-1]
-        ndim = np.repeat(self._ndim[tensors], counts)
-        members = np.arange(tensors.start, tensors.stop)
-        columns = [
-            _strings(self._item, members, counts),
-            _strings(self._fqn, members, counts),
-            _strings(self._dtype, members, counts),
-            _lists(np.repeat(self._shapes[tensors], counts, axis=0), ndim),
-            _lists(index.offsets[rows], ndim),
-            _lists(index.lengths[rows], ndim),
-            _strings(self._file, index.file[rows]),
-            _arrow(index.start[rows]),
-            _arrow(index.nbytes[rows]),
-        ]
-        return pa.Table.from_arrays(columns, schema=SCHEMA)
-
-
-class _NameColumn(NamedTuple):
-    """Distinct names, and the number of that which each of some things has."""
-
-    names: Sequence[str]
-    numbers: Ints
-
-
-def _names(values: list[str]) -> _NameColumn:
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(values))}
-    return _NameColumn(list(numbers), np.array([numbers[value] for value in values], dtype=np.int64))
-
-
-def _strings(names: _NameColumn, things: Ints, counts: Ints | None = None) -> Any:
-    """Return an Arrow dictionary array of the names of these things, each repeated `counts` times.
-
-    It has no other names: they would be stored with it.
-    """
-    numbers = names.numbers[things]
-    lowest = numbers.min()
-    used = np.zeros(numbers.max() - lowest + 1, dtype=np.bool_)
-    used[numbers - lowest] = True
-    codes = (np.cumsum(used, dtype=np.int32) - np.int32(1))[numbers - lowest]
-    values = _texts([names.names[number] for number in (np.flatnonzero(used) + lowest).tolist()])
-    return pa.DictionaryArray.from_arrays(
-        _arrow(codes if counts is None else np.repeat(codes, counts)), values
-    )
+    def to_index(self) -> Index:
+        """Return the index.  Raises `CorruptError` for rows that contradict each other."""
+        item, fqn, dtype, file = self.item, self.fqn, self.dtype, self.file
+        ndim, shapes, offsets, lengths = _boxes(self.shape, self.offsets, self.lengths)
+        changes = np.ones(len(ndim), dtype=bool)
+        changes[1:] = (item.codes[1:] != item.codes[:-1]) | (fqn.codes[1:] != fqn.codes[:-1])
+        firsts = np.flatnonzero(changes)
+        tensors = tuple(
+            TensorEntry(item.names[i], fqn.names[f], TensorSpec(tuple(shape[:rank]), dtype.names[d]))
+            for i, f, d, shape, rank in zip(
+                item.codes[firsts].tolist(),
+                fqn.codes[firsts].tolist(),
+                dtype.codes[firsts].tolist(),
+                shapes[firsts].tolist(),
+                ndim[firsts].tolist(),
+                strict=True,
+            )
+        )
+        tensor = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(ndim)))
+        # rows of a tensor are together: all are like the first where each is like the one before
+        differs = (dtype.codes[1:] != dtype.codes[:-1]) | (ndim[1:] != ndim[:-1])
+        for axis in range(shapes.shape[1]):
+            differs |= shapes[1:, axis] != shapes[:-1, axis]
+        differs &= ~changes[1:]
+        if differs.any():
+            entry = tensors[tensor[differs.argmax() + 1]]
+            raise CorruptError(f"bad index: the rows of {entry.fqn[:200]!r} differ in shape or dtype")
+        return Index(
+            tensors=tensors,
+            files=tuple(file.names),
+            tensor=tensor,
+            offsets=offsets,
+            lengths=lengths,
+            file=file.codes.astype(np.int64),
+            start=self.start,
+            nbytes=self.nbytes,
+        )
 
 
-def _lists(matrix: Ints, ndim: Ints) -> Any:
-    """Return an Arrow list array of the first `ndim[i]` numbers of every row `i`."""
-    ends = np.zeros(len(ndim) + 1, dtype=np.int32)
-    np.cumsum(ndim, out=ends[1:])
-    width = matrix.shape[1]
-    # equal widths are the common case, and ten times quicker
-    values = matrix.reshape(-1) if (ndim == width).all() else matrix[np.arange(width) < ndim[:, None]]
-    arrow: Any = pa.ListArray
-    return arrow.from_arrays(_arrow(ends), _arrow(values), type=SCHEMA.field("shape").type)
+def numbered(values: Sequence[str]) -> NumberedNames:
+    """Return a column of these texts."""
+    names = sorted(set(values))
+    numbers = {name: number for number, name in enumerate(names)}
+    return NumberedNames(names, np.array([numbers[value] for value in values], dtype=np.int32))
 
 
-# pyarrow's own ways to and from NumPy first import pandas, if that is installed, which takes a while.
-
-
-def _arrow(numbers: NDArray[Any]) -> Any:
-    """Return integers as Arrow."""
-    numbers = np.ascontiguousarray(numbers)
-    kind = {4: pa.int32(), 8: pa.int64()}[numbers.itemsize]
-    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers.data)])
-
-
-def _texts(values: Sequence[str]) -> Any:
-    """Return strings as Arrow."""
-    encoded = [value.encode() for value in values]
-    ends = np.zeros(len(values) + 1, dtype=np.int32)
-    np.cumsum([len(value) for value in encoded], out=ends[1:])
-    buffers = [None, pa.py_buffer(ends.data), pa.py_buffer(b"".join(encoded))]
-    return pa.Array.from_buffers(pa.string(), len(values), buffers)
+def _boxes(*columns: Lists) -> tuple[NDArray[np.signedinteger], Ints, Ints, Ints]:
+    """Return ndim per row, and shape, offsets and lengths as matrices padded with 0, 0 and 1."""
+    ndim = columns[0].counts
+    if any(not np.array_equal(ndim, column.counts) for column in columns):
+        raise CorruptError("a row of the index has a shape and a box of different dimensions")
+    width = max(int(ndim.max(initial=0)), 1)
+    if width > MAX_NDIM:
+        raise CorruptError(f"the index has a tensor of {width} dimensions; {MAX_NDIM} is the limit")
+    if (ndim == width).all():
+        same = [column.members.reshape(len(ndim), width) for column in columns]
+        return ndim, same[0], same[1], same[2]
+    inside = np.arange(width) < ndim[:, None]
+    shapes, offsets, lengths = (np.full(inside.shape, pad, dtype=np.int64) for pad in (0, 0, 1))
+    for column, matrix in zip(columns, (shapes, offsets, lengths), strict=True):
+        matrix[inside] = column.members
+    return ndim, shapes, offsets, lengths

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.format.index.row_columns import Lists, NumberedNames, RowColumns, numbered
+from reknit.format.index.columns import Lists, NumberedNames, RowColumns, numbered
 from reknit.types.box import padded
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch
 from msgspec import Struct, structs
 
 from reknit.errors import ReknitError, StateError
-from reknit.frameworks.torch import declared_parts, dtensor, inner_cuts, torch_private
+from reknit.frameworks.torch import dtensor, flat_part, torch_private
+from reknit.frameworks.torch import dtensor as inner_cuts
 from reknit.frameworks.torch.flat_part import is_ragged
 from reknit.frameworks.walk.walk import Composite
 from reknit.types.devices import memory_remedy
@@ -20,7 +21,7 @@ from reknit.types.shard import MAX_DEPTH, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.frameworks.torch.inner_cuts import Cut
+    from reknit.frameworks.torch.dtensor import Cut
     from reknit.frameworks.walk.composites import Record
     from reknit.frameworks.walk.walk import Arrays, Place, View, World
 
@@ -95,13 +96,13 @@ def opened(tensor: Any, arrays: Arrays, place: Place, world: World, *, fill: boo
     local = local_composite(tensor)
     if local is None:
         return None
-    declared_parts.require_none(tensor, place)
+    flat_part.require_undeclared(tensor, place)
     if fill and local.is_meta:
         raise StateError(
             f"{place} is a {type(local).__name__} on the meta device and has no memory",
             remedy=memory_remedy("it"),
         )
-    cut = inner_cuts.of(tensor, local, place, world) if dtensor.is_dtensor(tensor) else None
+    cut = inner_cuts.inner_cut(tensor, local, place, world) if dtensor.is_dtensor(tensor) else None
     looked = _InnerViews(arrays, world, fill)
     shape = tuple(tensor.shape)
     record = record_of(local, shape, place)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import declared_parts, dtensor, meta, subclasses, torch_private
+from reknit.frameworks.torch import dtensor, flat_part, subclasses, torch_private
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
@@ -20,6 +22,80 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from reknit.frameworks.walk.walk import Arrays, Composite, Place, World
+
+
+def view_on_meta(tensor: Any, arrays: Arrays, place: Place, world: World) -> View:
+    """Return the view of a tensor on the meta device as new memory, which `settle` makes the tensor's own.
+
+    The memory is on the default device, or for a DTensor on that of its mesh, unless it belongs in host
+    memory. All names of one tensor have the same memory.
+    """
+    _require_swappable(tensor, place)
+
+    def look() -> View:
+        memory = _memory(tensor, on_host=_key(tensor) in world.memo)
+        looked = arrays.view(memory, place, world, fill=True)
+
+        def settle() -> None:
+            if looked.settle is not None:
+                looked.settle()
+            _become(tensor, memory)
+
+        return structs.replace(looked, settle=settle, fresh=True)
+
+    return world.once(("meta", id(tensor)), look, tensor)
+
+
+def keep_on_host(tensors: Iterable[Any], world: World) -> None:
+    """Record that tensors on the meta device get memory of the host."""
+    for tensor in tensors:
+        if tensor.is_meta:
+            world.once(_key(tensor), lambda: True, tensor)
+
+
+def follow(tensor: Any, leader: Any, world: World) -> None:
+    """Record that a tensor on the meta device gets memory of the host if another one does."""
+    if _key(leader) in world.memo:
+        keep_on_host([tensor], world)
+
+
+def _key(tensor: Any) -> tuple[str, int]:
+    return "on host", id(tensor)
+
+
+def _require_swappable(tensor: Any, place: Place) -> None:
+    if weakref.getweakrefs(tensor):
+        raise StateError(
+            f"{place} is on the meta device, and something holds a weak reference to it",
+            remedy=memory_remedy("it"),
+        )
+
+
+def _memory(tensor: Any, *, on_host: bool) -> torch.Tensor:
+    """Return new memory in the form of a tensor."""
+    device: Any = tensor.device_mesh.device_type if dtensor.is_dtensor(tensor) else torch.get_default_device()
+    if on_host or torch.device(device).type == "meta":
+        device = "cpu"
+    with torch.no_grad():
+        memory = torch.empty_like(tensor.detach(), device=device)
+    flat_part.carry_declared(tensor, memory)
+    return memory
+
+
+def _become(tensor: Any, memory: torch.Tensor) -> None:
+    """Make a tensor the same as another one, for all its owners (modules, optimizers)."""
+    kind, attributes = type(tensor), dict(vars(tensor))
+    with torch.no_grad():
+        # Detached, so that it has one reference: only such tensors can be swapped.
+        new: torch.Tensor = memory.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        new.requires_grad_()
+    new.__dict__.update(attributes)
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    if type(tensor) is not kind:
+        tensor.__class__ = kind
 
 
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
@@ -50,19 +126,19 @@ class TorchArrays:
         if type(tensor) is not _TENSOR and (held := torch_private.local_shards(tensor)) is not None:
             return _of_shards(tensor, held, place, world, fill=fill)
         if fill and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
-            return meta.view(tensor, self, place, world)
-        declared = declared_parts.read(tensor, place) if declared_parts.is_declared(tensor) else None
+            return view_on_meta(tensor, self, place, world)
+        declared = flat_part.read_declared(tensor, place) if flat_part.is_declared(tensor) else None
         local, settle = local_memory(tensor, place, fill=fill)
         spec = spec_of(tensor, place)
         if declared is not None:
-            memory = _memory(tensor, local, declared)
+            memory = _memory_key(tensor, local, declared)
             spec = TensorSpec(declared.shape, spec.dtype)
             return View(spec, declared.of(local), world.alone, memory, settle)
         if dtensor.is_dtensor(tensor):
-            memory = _memory(tensor, local, tuple(tensor.shape), tuple(tensor.placements))
+            memory = _memory_key(tensor, local, tuple(tensor.shape), tuple(tensor.placements))
             parts, holders = dtensor.look(tensor, local, place, world)
             return View(spec, parts, holders, memory, settle)
-        return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory(tensor, local), settle)
+        return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory_key(tensor, local), settle)
 
     def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> Composite | None:
         """Return a composite tensor with views of its inner tensors; None for other tensors."""
@@ -78,7 +154,7 @@ class TorchArrays:
         """Return shape and dtype of a tensor; None for a nested one, which has no shape."""
         if torch_private.local_shards(tensor) is None and tensor.is_nested:
             return None
-        shape = declared_parts.whole_shape(tensor)
+        shape = flat_part.whole_shape(tensor)
         return TensorSpec(shape, str(tensor.dtype).removeprefix("torch."))
 
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
@@ -89,9 +165,9 @@ class TorchArrays:
         with torch.no_grad():
             if (held := torch_private.local_shards(like)) is not None:
                 return _like_shards(like, held, spec)
-            if not like.is_nested and declared_parts.whole_shape(like) == spec.shape:
+            if not like.is_nested and flat_part.whole_shape(like) == spec.shape:
                 new = torch.empty_like(like, dtype=dtype, requires_grad=False)
-                return declared_parts.carry(like, new)
+                return flat_part.carry_declared(like, new)
             return torch.empty(spec.shape, dtype=dtype, device=like.device)
 
 
@@ -111,7 +187,10 @@ def _of_shards(
         raise StateError(f"{place} has shards of {' and '.join(sorted(names))}", remedy="give them one dtype")
     dtype = names.pop() if names else dtype_name(tensor, place)
     filled = [(offsets, *local_memory(shard, place, fill=fill)) for offsets, shard in held if shard.numel()]
-    memory = tuple(_memory(local, local, offsets) for offsets, local, _ in filled) or ("torch", id(tensor))
+    memory = tuple(_memory_key(local, local, offsets) for offsets, local, _ in filled) or (
+        "torch",
+        id(tensor),
+    )
 
     def settle() -> None:
         for _, _, back in filled:
@@ -121,7 +200,7 @@ def _of_shards(
     return View(
         TensorSpec(shape, dtype),
         tuple((Box(offsets, tuple(local.shape)), local) for offsets, local, _ in filled),
-        dtensor.replicas(tensor, world) if dtensor.is_dtensor(tensor) else world.alone,
+        dtensor.replicas_of(tensor, world) if dtensor.is_dtensor(tensor) else world.alone,
         memory,
         settle if fill and any(back is not None for *_, back in filled) else None,
     )
@@ -240,7 +319,7 @@ def _require_distinct(local: torch.Tensor, place: Place) -> None:
         )
 
 
-def _memory(tensor: Any, local: torch.Tensor, *form: Any) -> tuple[Any, ...]:
+def _memory_key(tensor: Any, local: torch.Tensor, *form: Any) -> tuple[Any, ...]:
     """Return a key that is equal for two tensors that are the same memory in the same form."""
     if local.numel() == 0:
         return ("torch", id(tensor))

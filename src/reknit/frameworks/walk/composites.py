@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import Struct, field
 
 from reknit.frameworks.neutral import COMPOSITE
-from reknit.frameworks.same_value import same_value
+from reknit.frameworks.numbers import same_value
 from reknit.types.shard import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from reknit.frameworks.walk.rank_catalog import FoundValue, RankCatalog
+    from reknit.frameworks.walk.requests import FoundValue, RankCatalog
     from reknit.frameworks.walk.walk import Composite, Place, View
 
 Record = dict[str, Any]

@@ -9,13 +9,10 @@ from reknit.errors import ReknitError
 from reknit.frameworks.numbers import element
 from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.composites import REMEDY, CompositeRequests, record_at
-from reknit.frameworks.walk.delivery import Delivery, DeliveryPart
-from reknit.frameworks.walk.fill_request import FillRequest
+from reknit.frameworks.walk.overlap import require_writable
 from reknit.frameworks.walk.own_code import failed_search
-from reknit.frameworks.walk.rank_catalog import FoundValue
-from reknit.frameworks.walk.selecting import Selecting
+from reknit.frameworks.walk.requests import Delivery, DeliveryPart, FillRequest, FoundValue, Selecting
 from reknit.frameworks.walk.walk import Matcher, Place, first_match
-from reknit.frameworks.walk.writable import require_writable
 from reknit.types.shard import Strided, full_name
 from reknit.types.wanted import Wanted
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from reknit.frameworks.walk.walk import Composite, Replicas, View
-    from reknit.types.barrier import Barrier
+    from reknit.types.devices import Barrier
     from reknit.types.shard import TensorSpec
 
 

@@ -4,35 +4,27 @@
 describe something (`args`, `RestoreArgs`, `CheckpointManagerOptions`, …) are Orbax's own.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError
 
-try:
-    from orbax import checkpoint as _orbax
-except ImportError as error:
-    raise MissingExtraError(
-        f"reknit.integrations.orbax needs Orbax, which cannot be imported here: {error}",
-        remedy="pip install 'reknit[orbax]'",
-    ) from error
-
-from reknit.integrations.orbax.checkpointers import (
-    AsyncCheckpointer,
-    PyTreeCheckpointer,
-    StandardCheckpointer,
-)
-from reknit.integrations.orbax.checkpointers import (
-    WaitingCheckpointer as Checkpointer,
-)
-from reknit.integrations.orbax.handlers import (
-    ArrayCheckpointHandler,
-    CompositeCheckpointHandler,
-    JsonCheckpointHandler,
-    PyTreeCheckpointHandler,
-    StandardCheckpointHandler,
-)
-from reknit.integrations.orbax.leaves import PLACEHOLDER
-from reknit.integrations.orbax.manager import CheckpointManager
+if TYPE_CHECKING:
+    from reknit.integrations.orbax.checkpointers import (
+        ArrayCheckpointHandler,
+        AsyncCheckpointer,
+        CompositeCheckpointHandler,
+        JsonCheckpointHandler,
+        PyTreeCheckpointer,
+        PyTreeCheckpointHandler,
+        StandardCheckpointer,
+        StandardCheckpointHandler,
+    )
+    from reknit.integrations.orbax.checkpointers import WaitingCheckpointer as Checkpointer
+    from reknit.integrations.orbax.items import PLACEHOLDER
+    from reknit.integrations.orbax.manager import CheckpointManager
 
 __all__ = [
     "PLACEHOLDER",
@@ -73,9 +65,37 @@ _OF_ORBAX = frozenset(
 """Names of Orbax that neither save nor load."""
 
 
+_HOMES = {
+    "ArrayCheckpointHandler": ("checkpointers", "ArrayCheckpointHandler"),
+    "AsyncCheckpointer": ("checkpointers", "AsyncCheckpointer"),
+    "CheckpointManager": ("manager", "CheckpointManager"),
+    "Checkpointer": ("checkpointers", "WaitingCheckpointer"),
+    "CompositeCheckpointHandler": ("checkpointers", "CompositeCheckpointHandler"),
+    "JsonCheckpointHandler": ("checkpointers", "JsonCheckpointHandler"),
+    "PLACEHOLDER": ("items", "PLACEHOLDER"),
+    "PyTreeCheckpointHandler": ("checkpointers", "PyTreeCheckpointHandler"),
+    "PyTreeCheckpointer": ("checkpointers", "PyTreeCheckpointer"),
+    "StandardCheckpointHandler": ("checkpointers", "StandardCheckpointHandler"),
+    "StandardCheckpointer": ("checkpointers", "StandardCheckpointer"),
+}
+
+
 def __getattr__(name: str) -> Any:
+    """Import a name when it is first asked for, since reading a folder of Orbax needs no Orbax."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    try:
+        from orbax import checkpoint
+    except ImportError as error:
+        raise MissingExtraError(
+            f"reknit.integrations.orbax needs Orbax, which cannot be imported here: {error}",
+            remedy="pip install 'reknit[orbax]'",
+        ) from error
+    if name in _HOMES:
+        module, inside = _HOMES[name]
+        return getattr(import_module(f"{__name__}.{module}"), inside)
     if name in _OF_ORBAX:
-        return getattr(_orbax, name)
+        return getattr(checkpoint, name)
     raise AttributeError(
         f"reknit.integrations.orbax has no {name!r}; if orbax.checkpoint has it, import it from there: it "
         "reads and writes the files of Orbax",

@@ -1,31 +1,254 @@
-"""What does Orbax mean by an argument?  An item of a checkpoint for a save, a target for a restore."""
-
-# mypy: disallow-untyped-calls=False
+"""Arguments of Orbax as items of a save and targets of a restore, with typed keys and leaves."""
 
 from __future__ import annotations
 
 import glob
+import os
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from orbax import checkpoint as ocp
 
 from reknit.api import loads
+from reknit.api.ranks import acting
+from reknit.engine.stored.at_path import manifest_in
+from reknit.engine.stored.steps import step_name
 from reknit.errors import MismatchError, UsageError, shown
 from reknit.frameworks import tree
 from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.stateful import Kept, is_stateful
-from reknit.integrations.orbax.contents import CUSTOM, DEFAULT, contents, generators, is_kept
-from reknit.integrations.orbax.leaves import PLACEHOLDER, name_of, target_of, with_dtypes, with_typed_keys
+from reknit.integrations.jax.arrays import IMPLEMENTATION
+from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions
-from reknit.ranks import acting
 from reknit.runs.load_step import say_resumed
+from reknit.runs.tiers import below
+from reknit.storage.registry import open_storage
+from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from os import PathLike
 
     from reknit.engine.loading.browse import Checkpoint
+
+
+# mypy: disallow-untyped-calls=False
+
+
+PLACEHOLDER = ...
+"""A leaf that a restore leaves out."""
+
+
+def target_of(leaf: Any, args: Any = None) -> Any:
+    """Return the target of one leaf: abstract for JAX, new memory for NumPy, None for a placeholder.
+
+    The arguments of a leaf count more than its own dtype and sharding.  Without any sharding it becomes an
+    array of NumPy, as in Orbax.
+    """
+    if leaf is PLACEHOLDER:
+        return None
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return leaf
+    if not getattr(args, "strict", True):
+        raise UsageError("ArrayRestoreArgs(strict=False) has no counterpart here", remedy="leave it out")
+    shape = next(
+        (given for name in ("global_shape", "shape") if (given := getattr(args, name, None)) is not None),
+        leaf.shape,
+    )
+    dtype = getattr(args, "dtype", None) or leaf.dtype
+    sharding = _sharding(leaf, args)
+    kind = getattr(args, "restore_type", None)
+    of_jax = kind is jax.Array or (kind is None and (sharding is not None or isinstance(leaf, jax.Array)))
+    if not of_jax and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return np.empty(shape, dtype)
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=weak)
+
+
+def _sharding(leaf: Any, args: Any) -> Any:
+    sharding = getattr(args, "sharding", None)
+    if sharding is None and getattr(args, "mesh", None) is not None:
+        sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
+    if sharding is not None and hasattr(sharding, "to_jax_sharding"):
+        sharding = sharding.to_jax_sharding()
+    if sharding is None and isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        committed = not isinstance(leaf, jax.Array) or leaf.committed
+        sharding = leaf.sharding if committed else None
+    return sharding
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """Return the name that a checkpoint has for the leaf at a path of JAX, inside its item."""
+    # Flax wraps arrays in objects whose only field does not appear in their names.
+    keys = [_key(entry) for entry in path if getattr(entry, "name", None) != "value"]
+    return tree.join(*(tree.escape(key, "a leaf") for key in keys))
+
+
+def _key(entry: Any) -> Any:
+    return next((getattr(entry, at) for at in ("name", "idx", "key") if hasattr(entry, at)), str(entry))
+
+
+def with_dtypes(value: Any, args: Any) -> Any:
+    """Return a tree with the arrays and numbers in the dtypes that ``SaveArgs(dtype=...)`` has for them."""
+    if not any(getattr(arg, "dtype", None) is not None for arg in jax.tree.leaves(args)):
+        return value
+
+    def cast(leaf: Any, arg: Any) -> Any:
+        dtype = getattr(arg, "dtype", None)
+        held: Any = getattr(leaf, "dtype", None)
+        if dtype is None or jnp.issubdtype(held, jax.dtypes.prng_key):
+            return leaf
+        if isinstance(leaf, (bool, int, float)):
+            return np.asarray(leaf).astype(dtype).item()
+        return leaf.astype(dtype) if hasattr(leaf, "astype") else leaf
+
+    return jax.tree.map(cast, value, args)
+
+
+def with_typed_keys(value: Any, generators: Mapping[str, str]) -> Any:
+    """Return a tree with typed keys in the place of their data, also if the target has the data, as in Orbax.
+
+    `generators` has the random generators of all keys, by their names in the checkpoint.
+    """
+    if not generators:
+        return value
+
+    def typed(path: tuple[Any, ...], leaf: Any) -> Any:
+        generator = generators.get(name_of(path))
+        if generator is None or getattr(leaf, "dtype", None) != np.uint32:
+            return leaf
+        return jax.random.wrap_key_data(leaf, impl=generator)
+
+    return jax.tree_util.tree_map_with_path(typed, value)
+
+
+# mypy: disallow-untyped-calls=False
+
+
+DEFAULT = "default"
+"""The item of a checkpoint that has only one object, as in Orbax."""
+
+TREE = ""
+"""The item that stands for a tree of Orbax alone, whose first keys are items of reknit."""
+_TREE_FILE, _STEP = "_METADATA", "_CHECKPOINT_METADATA"
+
+CUSTOM = "custom_metadata"
+"""The item with the metadata that a user adds to a checkpoint."""
+
+
+def contents(checkpoint: Checkpoint, name: str) -> Any:
+    """Return an item as nested dicts and lists of abstract arrays and values.
+
+    Keys that are the numbers from 0 on make a list; a checkpoint does not record other containers.  Arrays
+    are on the default device, and those of dtypes that this JAX does not have are of NumPy.
+    """
+    require_item(checkpoint, name)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    keys = {tree.join(fqn, IMPLEMENTATION) for fqn in generators(checkpoint, name)}
+    leaves: dict[str, Any] = {k: v for k, v in checkpoint.values[name].items() if k not in keys}
+    for fqn, spec in checkpoint.tensors[name].items():
+        dtype = numpy_dtype(spec.dtype)
+        fits = jax.dtypes.canonicalize_dtype(dtype) == dtype
+        abstract = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=here)
+        leaves[fqn] = abstract if fits else np.empty(spec.shape, dtype)
+    root: dict[str | int, Any] = {}
+    for fqn, leaf in leaves.items():
+        if not fqn:
+            return leaf
+        *above, last = map(tree.unescape, fqn.split("/"))
+        node = root
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return _listed(root)
+
+
+def require_item(checkpoint: Checkpoint, name: str) -> None:
+    """Raise `MismatchError` for an item that a checkpoint lacks."""
+    if name not in checkpoint.items:
+        raise MismatchError(
+            f"the checkpoint has no item {name!r}", remedy=f"it has {', '.join(checkpoint.items)}"
+        )
+
+
+def _listed(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    inside = {key: _listed(inner) for key, inner in node.items()}
+    if inside and set(inside) == set(range(len(inside))):
+        return [inside[number] for number in range(len(inside))]
+    return inside
+
+
+def generators(checkpoint: Checkpoint, name: str) -> dict[str, str]:
+    """Return the random generators of the typed keys in an item, by their names."""
+    end = f"/{IMPLEMENTATION}"
+    return {
+        f"/{fqn}".removesuffix(end).removeprefix("/"): generator
+        for fqn, generator in checkpoint.values.get(name, {}).items()
+        if f"/{fqn}".endswith(end)
+    }
+
+
+def is_kept(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether an item was saved as one value, such as JSON."""
+    return tree.SKELETON in checkpoint.values.get(name, {})
+
+
+def kept_value(checkpoint: Checkpoint, name: str) -> Any:
+    """Return an item that was saved as one value, None if the checkpoint has no such item."""
+    return checkpoint.values.get(name, {}).get(tree.SKELETON)
+
+
+def located(directory: str | PathLike[str]) -> tuple[str, str | None]:
+    """Return the path of the checkpoint that a directory means, and the item in it, if it names one.
+
+    Scripts for Orbax write ``ROOT/500/default`` for an item of a step; that is found here as well.
+    """
+    path = str(location_text(directory))
+    above, _, name = path.rstrip("/").rpartition("/")
+    for place in (path, _of_step(above, name)):
+        if place is not None and items_at(place) is not None:
+            return place, None
+    further, _, number = above.rpartition("/")
+    for place in (above, _of_step(further, number)):
+        if place and name in (items_at(place) or ()):
+            return place, name
+    return _located_of_orbax(path, above, name)
+
+
+def _located_of_orbax(path: str, above: str, name: str) -> tuple[str, str | None]:
+    """Return the checkpoint of Orbax itself that a path means, and its item, or `TREE` for a tree alone."""
+    if above and _has(above, _STEP) and not _has(above, _TREE_FILE):
+        return above, name
+    return path, TREE if _has(path, _TREE_FILE) else None
+
+
+def _has(folder: str, name: str) -> bool:
+    if "://" in folder:  # folders of Orbax are read from local disks only
+        return False
+    return os.path.isfile(os.path.join(folder, name))
+
+
+def _of_step(above: str, number: str) -> str | None:
+    return below(above, step_name(int(number))) if above and number.isdecimal() else None
+
+
+def items_at(path: str) -> tuple[str, ...] | None:
+    """Return the items of the checkpoint at a path, None without a checkpoint."""
+    if "://" not in path and not os.path.isdir(path):
+        return None
+    with closing(open_storage(path)) as storage:
+        manifest = manifest_in(storage)
+    return None if manifest is None else tuple(manifest.items)
+
+
+# mypy: disallow-untyped-calls=False
+
 
 _TREES = (ocp.args.StandardRestore, ocp.args.PyTreeRestore)
 _KEPT = (ocp.args.JsonSave, ocp.args.NumpyRandomKeySave)

@@ -1,37 +1,247 @@
-"""How does a loop save its steps?  Orbax's `CheckpointManager`, on top of `reknit.Checkpointer`."""
+"""Orbax's `CheckpointManager` and its policies, on top of `reknit.Checkpointer`."""
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+from contextlib import closing
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 from orbax import checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
 
-from reknit import stored
-from reknit.engine.stored.steps import step_name
-from reknit.errors import UsageError
-from reknit.integrations.orbax.contents import CUSTOM, kept_value
-from reknit.integrations.orbax.handlers import described, legacy_args
-from reknit.integrations.orbax.items import restored, saved_state
-from reknit.integrations.orbax.manager_options import StepFacts, checked, keep_rule, save_rule
-from reknit.integrations.orbax.manager_steps import ManagedSteps, refuse_orbax, settle
+from reknit.api import stored
+from reknit.api.ranks import acting
+from reknit.engine.stored.run_record import Line
+from reknit.engine.stored.steps import numbered, step_name
+from reknit.errors import CheckpointExistsError, UsageError
+from reknit.integrations.formats.recognise import checkpoint_of_others
+from reknit.integrations.orbax.checkpointers import described, legacy_args
+from reknit.integrations.orbax.items import CUSTOM, kept_value, restored, saved_state
 from reknit.locations import location_text
 from reknit.options import SaveOptions
-from reknit.ranks import acting
 from reknit.runs.agreement import ask_root
 from reknit.runs.checkpointer import Checkpointer
-from reknit.runs.later_steps import refuse_living
+from reknit.runs.folder import refuse_living
+from reknit.runs.pending_saves import forbid_markers, wait_for_agents
 from reknit.runs.tiers import below
+from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
     from reknit.engine.outcome import PendingSave
-    from reknit.runs.run_folder import OtherRun
+    from reknit.runs.folder import OtherRun
+    from reknit.storage.base import Storage
+    from reknit.types.manifest import SavedStep
+
+
+logger = logging.getLogger("reknit")
+
+_REFUSED = {
+    "todelete_subdir": "old steps are removed, not renamed",
+    "todelete_full_path": "old steps are removed, not renamed",
+}
+_OF_NAMES = ("step_prefix", "step_format_fixed_length", "step_name_format")
+
+
+class StepFacts(NamedTuple):
+    """The facts about a step that policies of Orbax read."""
+
+    step: int
+    metrics: dict[str, float] | None
+    time: datetime
+
+    @classmethod
+    def of(cls, saved: SavedStep) -> StepFacts | None:
+        """Return the facts about a saved step, None without a number."""
+        if saved.step is None or saved.problem is not None:
+            return None
+        numbers = {
+            name: math.nan if value is None else value for name, value in (saved.metrics or {}).items()
+        }
+        return cls(saved.step, numbers or None, datetime.fromtimestamp(saved.created, timezone.utc))
+
+
+def checked(options: Any) -> Any:
+    """Return the options; warn of options without effect.  Raises `UsageError` for refused options."""
+    for name, why in _REFUSED.items():
+        if getattr(options, name, None) is not None:
+            raise UsageError(
+                f"CheckpointManagerOptions({name}=...) has no counterpart: {why}", remedy="leave it out"
+            )
+    if options.multiprocessing_options.active_processes is not None:
+        raise UsageError(
+            "CheckpointManagerOptions has active_processes, and here all processes save",
+            remedy="call reknit.Checkpointer with a group of these processes",
+        )
+    if named := [name for name in _OF_NAMES if getattr(options, name, None) is not None]:
+        logger.warning("%s: no effect, the folder of step 500 is step_00000500", ", ".join(named))
+    return options
+
+
+def save_rule(options: Any) -> Any:
+    """Return the policy that decides when to save."""
+    if options.save_decision_policy is not None:
+        return options.save_decision_policy
+    preempted = policies.PreemptionCheckpointingPolicy()
+    if options.should_save_fn is not None:
+        return policies.AnySavePolicy([_SaveFunction(options.should_save_fn), preempted])
+    rules = [preempted, policies.InitialSavePolicy()]
+    if options.save_interval_steps:
+        rules.append(policies.FixedIntervalPolicy(options.save_interval_steps))
+    if options.save_on_steps:
+        rules.append(policies.SpecificStepsPolicy(options.save_on_steps))
+    return policies.AnySavePolicy(rules)
+
+
+class _SaveFunction(policies.SaveDecisionPolicy):  # type: ignore[misc]
+    def __init__(self, call: Callable[[int, int | None], bool]) -> None:
+        self._call = call
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        return self._call(step.step, previous_steps[-1].step if previous_steps else None)
+
+
+def keep_rule(options: Any) -> Callable[[Sequence[SavedStep]], list[int]] | None:
+    """Return a function that returns the steps to keep, None to keep all."""
+    if (policy := options.preservation_policy) is None:
+        if options.max_to_keep is None:
+            return None
+        rules = []
+        if options.keep_period is not None:
+            rules.append(policies.EveryNSteps(options.keep_period))
+        if options.keep_time_interval is not None:
+            seconds = int(options.keep_time_interval.total_seconds())
+            rules.append(policies.EveryNSeconds(interval_secs=seconds))
+        rules.append(_best(options) if options.best_fn else policies.LatestN(n=options.max_to_keep))
+        policy = policies.AnyPreservationPolicy(rules)
+
+    def kept(steps: Sequence[SavedStep]) -> list[int]:
+        facts = [each for each in map(StepFacts.of, steps) if each is not None]
+        answers = policy.should_preserve(facts, context=policies.PreservationContext())
+        return [each.step for each, stays in zip(facts, answers, strict=True) if stays]
+
+    return kept
+
+
+def _best(options: Any) -> Any:
+    return policies.BestN(
+        get_metric_fn=options.best_fn,
+        reverse=options.best_mode == "min",
+        n=options.max_to_keep,
+        keep_checkpoints_without_metrics=options.keep_checkpoints_without_metrics,
+    )
+
+
+_STEP = re.compile(r"(?:.+_)?([0-9]{1,18})")
+_MOST_LOOKED_AT = 100
+"""Folders that are looked into for steps of Orbax, the highest numbers first."""
+
+
+class ManagedSteps:
+    """The steps of a manager, as this process sees them; `listed` returns the committed steps."""
+
+    def __init__(self, root: str, listed: Callable[[], list[SavedStep]]) -> None:
+        self._root, self._listed = root, listed
+        self._committed: dict[int, StepFacts] = {}
+        self._saves: dict[int, tuple[PendingSave, StepFacts]] = {}
+        # Only these decide whether a step exists: they do not depend on when old steps are removed, so that
+        # all processes decide alike.
+        self._taken: set[int] = set()
+        self.reload()
+
+    def facts(self) -> list[StepFacts]:
+        """Return the facts about all steps that there are, ascending."""
+        self._forget_failed()
+        if any(pending.done() for pending, _ in self._saves.values()):
+            self.reload()
+        going_on = {step: facts for step, (_, facts) in self._saves.items()}
+        return sorted((self._committed | going_on).values(), key=lambda facts: facts.step)
+
+    def reload(self) -> None:
+        """Read the list of steps anew."""
+        self._saves = {step: save for step, save in self._saves.items() if not save[0].done()}
+        self._committed = {facts.step: facts for facts in map(StepFacts.of, self._listed()) if facts}
+        self._taken |= self._committed.keys()
+
+    def require_new(self, step: int) -> None:
+        """Raise `CheckpointExistsError` for a step that exists."""
+        self._forget_failed()
+        if step in self._taken:
+            raise CheckpointExistsError(
+                f"step {step} exists already",
+                path=below(self._root, step_name(step)),
+                remedy="delete it first, or save another step",
+            )
+
+    def add(self, step: int, pending: PendingSave, metrics: dict[str, float] | None) -> None:
+        """Note a save that has begun."""
+        self._taken.add(step)
+        self._saves[step] = pending, StepFacts(step, metrics, datetime.now(timezone.utc))
+
+    def removed(self, step: int) -> None:
+        """Note that a step was removed by hand."""
+        self._taken.discard(step)
+        self.reload()
+
+    def going_on(self) -> bool:
+        """Return whether a save goes on."""
+        return any(not pending.done() for pending, _ in self._saves.values())
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed by now."""
+        for pending, _ in self._saves.values():
+            if pending.error is not None:
+                pending.result()
+
+    def _forget_failed(self) -> None:
+        for step in [step for step, (pending, _) in self._saves.items() if pending.error is not None]:
+            del self._saves[step]
+            self._taken.discard(step)
+
+
+def settle(root: str, timeout_s: float) -> None:
+    """Wait for the agents of an earlier run on this host, then let no save of that run commit any more.
+
+    A run that reads the newest step must not be overtaken by a later step of the run before it.
+    """
+    with closing(open_storage(root)) as storage:
+        wait_for_agents(storage, timeout_s)
+        forbid_markers(storage, Line())
+
+
+def refuse_orbax(root: str) -> None:
+    """Raise `UsageError` for a folder in which Orbax itself has the newest step."""
+    with closing(open_storage(root)) as storage:
+        newest = max((number for number, _ in numbered(storage)), default=None)
+        found = _newest_of_orbax(storage)
+    if found is not None and (newest is None or found[0] > newest):
+        name = found[1]
+        mine = "there is no step of reknit" if newest is None else f"the newest step of reknit is {newest}"
+        raise UsageError(
+            f"{mine} below {root}, but {name} is a checkpoint of Orbax",
+            remedy="give the manager another directory; to go on from this checkpoint, call "
+            f"reknit.load({below(root, name)!r}, state) while that directory has no step",
+            path=root,
+        )
+
+
+def _newest_of_orbax(storage: Storage) -> tuple[int, str] | None:
+    """Return number and name of the newest of Orbax's steps, which may have a prefix and zeros before."""
+    matches = filter(None, map(_STEP.fullmatch, storage.folders()))
+    steps = sorted(((int(match[1]), match[0]) for match in matches), reverse=True)
+    for number, name in steps[:_MOST_LOOKED_AT]:
+        other = checkpoint_of_others(storage.sub(name))
+        if other is not None and other.kind == "Orbax":
+            return number, name
+    return None
+
 
 _SETTLE_S = 300.0
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reknit import stored
+from reknit.api import stored
 from reknit.integrations.orbax import v1_training as training
-from reknit.integrations.orbax.contents import CUSTOM, located
-from reknit.integrations.orbax.handlers import described, write
-from reknit.integrations.orbax.items import restored
-from reknit.integrations.orbax.leaves import PLACEHOLDER
-from reknit.integrations.orbax.v1_args import STATE, SaveResponse, restore_arg, restore_args, save_args
+from reknit.integrations.orbax.checkpointers import described, write
+from reknit.integrations.orbax.items import CUSTOM, PLACEHOLDER, located, restored
+from reknit.integrations.orbax.v1_training import STATE, SaveResponse, restore_arg, restore_args, save_args
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, get_args
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.locations import absolute
 from reknit.options import Durability
-from reknit.storage.base import Listed, Reading
-from reknit.storage.errors import shorter
-from reknit.storage.local.descriptors import ReadCache
-from reknit.storage.local.folders import Folders, moment_of, sweep, sync_folder
-from reknit.storage.local.nofollow import open_below, status_below, target_of, unlink_below
-from reknit.storage.local.os_errors import translated
-from reknit.storage.local.posix import (
+from reknit.storage.base import Listed, Reading, shorter
+from reknit.storage.local.files import (
     NEW_FILE,
+    ReadCache,
     entries,
     found_anew,
     link_new,
@@ -33,7 +29,17 @@ from reknit.storage.local.posix import (
     pwrite_all,
     read_whole,
 )
-from reknit.storage.local.space import reserve
+from reknit.storage.local.folders import (
+    Folders,
+    moment_of,
+    open_below,
+    status_below,
+    sweep,
+    sync_folder,
+    target_of,
+    unlink_below,
+)
+from reknit.storage.local.os_errors import reserve, translated
 from reknit.storage.local.writer import LocalWriter
 from reknit.storage.paths import check_path, check_readable
 from reknit.storage.ranges import check_size, check_start, checked_runs, near, read_runs

@@ -12,17 +12,22 @@ import obstore
 from obstore import exceptions
 
 from reknit.errors import StorageError, StorageNotFoundError
-from reknit.storage.base import Listed, Reading
-from reknit.storage.errors import existing, missing, shorter
-from reknit.storage.object import incomplete_uploads
-from reknit.storage.object.client import Bucket, Client, ObjectOptions, connect, parse_url
-from reknit.storage.object.conditions import Conditions, whole
-from reknit.storage.object.errors import as_ours, forks, translated
-from reknit.storage.object.own_writes import look
-from reknit.storage.object.writer import ObjectWriter, copied
+from reknit.storage.base import Listed, Reading, TakenNames, existing, missing, shorter
+from reknit.storage.object import upload
+from reknit.storage.object.client import (
+    Bucket,
+    Client,
+    ObjectOptions,
+    as_ours,
+    connect,
+    forks,
+    parse_url,
+    translated,
+)
+from reknit.storage.object.conditions import Conditions, look, whole
+from reknit.storage.object.upload import ObjectWriter, copied
 from reknit.storage.paths import check_path
 from reknit.storage.ranges import checked_runs, filled, near, read_runs, spread
-from reknit.storage.writing import TakenNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -210,7 +215,7 @@ class ObjectStorage:
     def list(self, prefix: str = "") -> Iterator[Listed]:
         """Yield the objects below a folder while the bucket lists them."""
         folder, url = self._full(prefix) if prefix else (self.place.prefix.rstrip("/"), self.url)
-        found = incomplete_uploads.objects(self._client, self.place, folder, url)
+        found = upload.objects(self._client, self.place, folder, url)
         return (Listed(one.path, one.nbytes) for one in found if one.kind == "file")
 
     def delete(self, path: str) -> None:
@@ -242,23 +247,23 @@ class ObjectStorage:
     @property
     def unseen(self) -> str | None:
         """The unfinished uploads that the store does not list, with their remedy."""
-        return incomplete_uploads.unseen(self.place)
+        return upload.unseen(self.place)
 
     def dated(self) -> Iterator[Dated]:
         """Yield all objects, also temporary objects, and on S3 unfinished uploads."""
-        return incomplete_uploads.dated(self._client, self.place, self.options)
+        return upload.dated(self._client, self.place, self.options)
 
     def moment(self) -> float:
         """Return the present time by the clock of the bucket."""
-        return incomplete_uploads.moment(self._client, self.place)
+        return upload.moment(self._client, self.place)
 
     def age_s(self, path: str) -> float:
         """Return the seconds since an object was written, by the clock of the bucket."""
-        return incomplete_uploads.age_s(self._client, self.place, *self._full(path))
+        return upload.age_s(self._client, self.place, *self._full(path))
 
     def discard(self, found: Dated) -> None:
         """Remove a temporary object, or abort an upload."""
-        incomplete_uploads.discard(self._client, self.place, self.options, found)
+        upload.discard(self._client, self.place, self.options, found)
 
     def close(self) -> None:
         """Do nothing: the client ends with the last store that uses it."""

@@ -1,10 +1,12 @@
-"""Upload to an object store: pieces in any order, parts straight from the caller's memory."""
+"""Uploads to an object store: whole or in parts from the caller's memory; remains of dead ones go."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import weakref
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +14,20 @@ import numpy as np
 import obstore
 from obstore import exceptions
 
-from reknit.errors import ReknitError, StorageError, StorageNotFoundError, StorageUnavailableError
-from reknit.monitor.phase import Deadline
-from reknit.storage.object.errors import as_ours, translated
-from reknit.storage.object.own_writes import is_own, new_mark
+from reknit.errors import (
+    MissingExtraError,
+    ReknitError,
+    StorageError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+from reknit.events.phase import Deadline, now
+from reknit.storage.base import Dated, Progress, existing, removed
+from reknit.storage.object.client import as_ours, moment_of, translated
+from reknit.storage.object.conditions import is_own, look, new_mark, put_if
+from reknit.storage.paths import kind_of
 from reknit.system import dice, start_thread
 
 if TYPE_CHECKING:
@@ -23,9 +35,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.storage.object.client import Client
+    from reknit.storage.base import TakenNames
+    from reknit.storage.object.client import Bucket, Client, ObjectOptions
+    from reknit.storage.object.conditions import Conditions
 
     Bytes = NDArray[np.uint8]
+
 
 MAX_PARTS = 10_000
 """The most parts of one file that S3 takes."""
@@ -274,4 +289,297 @@ def _ended(url: str) -> StorageError:
         remedy="save again; let no lifecycle rule, and no `reknit gc` with a short age, abort the uploads "
         "of a save that is under way",
         path=url,
+    )
+
+
+_ANSWERS = (
+    FileNotFoundError,
+    exceptions.NotSupportedError,
+    exceptions.PermissionDeniedError,
+    exceptions.UnauthenticatedError,
+)
+_REFUSED = re.compile(r"status code: (4\d\d|501)")
+
+
+class ObjectWriter:
+    """A file that is being written; the object does not exist before `finish` returns."""
+
+    def __init__(
+        self,
+        client: Client,
+        key: str,
+        url: str,
+        nbytes: int,
+        *,
+        options: ObjectOptions,
+        names: TakenNames,
+        conditions: Conditions,
+    ) -> None:
+        self._client, self._key, self._url = client, key, url
+        self._names, self._conditions = names, conditions
+        self._progress = Progress(url, nbytes)
+        part_nbytes = part_size(nbytes, options.part_nbytes)
+        self._small = np.empty(0, np.uint8)
+        self._upload: MultipartUpload | None = None
+        if nbytes <= part_nbytes:
+            self._small = np.empty(nbytes, np.uint8)
+        else:
+            self._upload = MultipartUpload(
+                client, key, url, nbytes, part_nbytes=part_nbytes, concurrency=options.concurrency
+            )
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Copy `data` of a small file; of a large file, upload the filled parts straight from `data`."""
+        found = np.frombuffer(data, np.uint8) if data.nbytes else np.empty(0, np.uint8)
+        self._progress.check(start, len(found))
+        if self._upload is None:
+            np.copyto(self._small[start : start + len(found)], found)
+        else:
+            self._upload.write(start, found)
+        self._progress.add(len(found))
+
+    def finish(self) -> None:
+        """Make the object; with one request, on the condition that it does not exist."""
+        self._progress.check_open("finish")
+        self._progress.end()
+        try:
+            self._progress.check_whole()
+            if not self._names.has(self._key, self):
+                raise removed(self._url)
+            if self._upload is None:
+                self._put()
+            else:
+                self._check_free()
+                self._upload.finish()
+        except BaseException:
+            if self._upload is not None:
+                self._upload.give_up()
+            raise
+        finally:
+            self._names.free(self._key, self)
+            self._small = np.empty(0, np.uint8)
+
+    def abort(self) -> None:
+        """Remove the uploaded parts and release the name; do nothing if the file is finished."""
+        if self._progress.end() and self._upload is not None:
+            self._upload.give_up()
+        self._names.free(self._key, self)
+
+    def _put(self) -> None:
+        placed = None
+        if not self._conditions.unknown:
+            try:
+                placed = put_if(self._client, self._key, self._url, self._small, mark=new_mark(), seen=None)
+            except exceptions.BaseError:
+                self._conditions.unknown = True
+        if placed is False:
+            raise existing(self._url)
+        if placed is None:  # on Azure also because the rest of an upload in parts counts as an object
+            self._put_anyway()
+
+    def _put_anyway(self) -> None:
+        self._check_free()
+        with translated("write", self._url):
+            obstore.put(self._client, self._key, self._small, use_multipart=False)
+
+    def _check_free(self) -> None:
+        """Raise if another writer has written an object of this name meanwhile."""
+        if look(self._client, self._key, self._url) is not None:
+            raise existing(self._url)
+
+
+def copied(client: Client, source: str, key: str, url: str, nbytes: int) -> bool:
+    """Copy an object of `nbytes` bytes in its bucket, and return whether the copy exists.
+
+    A refusal is an answer: the object can be written instead.  Without an answer, the object shows whether it
+    was made.  If it was not, the copy may still appear and replace an object that was written in its place,
+    so this raises an error.
+    """
+    try:
+        obstore.copy(client, source, key)
+    except (exceptions.BaseError, OSError, ValueError) as error:
+        failure = as_ours("copy to", url, error)
+        refused = isinstance(error, _ANSWERS) or _REFUSED.search(str(error))
+        if refused and not isinstance(failure, StorageUnavailableError):
+            return False
+        with suppress(exceptions.BaseError, OSError):
+            if _size(client, key) == nbytes:
+                return True
+        raise failure from None
+    with translated("find", url):
+        if _size(client, key) == nbytes:
+            return True
+        with suppress(FileNotFoundError):
+            obstore.delete(client, key)
+    return False
+
+
+def _size(client: Client, key: str) -> int | None:
+    try:
+        return obstore.head(client, key)["size"]
+    except FileNotFoundError:
+        return None
+
+
+_UNSEEN = {
+    "s3": None,
+    "gs": "Uploads in parts that killed saves have left in {url} cannot be listed with these credentials (it "
+    "takes HMAC keys); they cost money until a lifecycle rule of the bucket aborts them: "
+    "gcloud storage buckets update gs://{bucket} --lifecycle-file=rule.json, where rule.json holds "
+    '{{"rule": [{{"action": {{"type": "AbortIncompleteMultipartUpload"}}, "condition": {{"age": 2}}}}]}}',
+    "az": "Blocks that killed saves have left in {url} are not listed; Azure removes them by itself, a week "
+    "after the last one of a blob was written",
+}
+# The variables that the client of objects reads, under all their names.
+_ENVIRONMENT = {
+    "region": ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None),
+    "reknit_endpoint": (None, ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"], None, None),
+    "reknit_virtual": (None, ["AWS_VIRTUAL_HOSTED_STYLE_REQUEST"], "false", None),
+}
+
+
+def unseen(place: Bucket) -> str | None:
+    """Return the remains of writers that this kind of store does not list, with their remedy."""
+    reason = _UNSEEN[place.scheme]
+    return None if reason is None else reason.format(url=place.url, bucket=place.bucket)
+
+
+def dated(client: Client, place: Bucket, options: ObjectOptions) -> Iterator[Dated]:
+    """Yield the objects below the prefix, also temporary objects, and on S3 uploads in parts."""
+    # First, since a package may be missing.
+    uploads = Uploads(place, options) if place.scheme == "s3" else None
+    yield from objects(client, place, place.prefix.rstrip("/"), place.url)
+    if uploads is not None:
+        yield from uploads.under_way()
+
+
+def objects(client: Client, place: Bucket, folder: str, url: str) -> Iterator[Dated]:
+    """Yield the objects below a folder while the bucket lists them."""
+    with translated("list", url):
+        for chunk in obstore.list(client, folder or None, chunk_size=1000):
+            for found in chunk:
+                path = found["path"][len(place.prefix) :]
+                if (kind := kind_of(path)) is not None:
+                    yield Dated(kind, path, found["size"], found["last_modified"].timestamp())
+
+
+def moment(client: Client, place: Bucket) -> float:
+    """Return the present time by the clock of a bucket, that of this host where no object can be written."""
+    try:
+        with translated("write", place.url):
+            return moment_of(client, place.prefix)
+    except (StoragePermissionError, StorageFullError):
+        return now()
+
+
+def age_s(client: Client, place: Bucket, key: str, url: str) -> float:
+    """Return the seconds since an object was written, by the clock of its bucket."""
+    with translated("find", url):
+        written: float = obstore.head(client, key)["last_modified"].timestamp()
+    return max(0.0, moment(client, place) - written)
+
+
+def discard(client: Client, place: Bucket, options: ObjectOptions, found: Dated) -> None:
+    """Delete a temporary object, or abort an upload."""
+    if found.kind == "upload":
+        Uploads(place, options).abort(found)
+        return
+    url = f"{place.scheme}://{place.bucket}/{place.prefix}{found.path}"
+    with translated("delete", url), suppress(FileNotFoundError):
+        obstore.delete(client, place.prefix + found.path)
+
+
+class Uploads:
+    """Uploads in parts, neither finished nor aborted, to a bucket of S3 or a compatible store.
+
+    The client that reads and writes objects cannot list them.  So botocore does, with the same endpoint,
+    region and credentials.
+    """
+
+    def __init__(self, place: Bucket, options: ObjectOptions) -> None:
+        self._place = place
+        self.client = _connect(place, options)
+
+    def under_way(self) -> Iterator[Dated]:
+        """Yield all uploads below the prefix, with their uploaded bytes and the date of the last part."""
+        query = {"Bucket": self._place.bucket, "Prefix": self._place.prefix}
+        with self._answering("list uploads in", self._place.url):
+            for page in self.client.get_paginator("list_multipart_uploads").paginate(**query):
+                for found in page.get("Uploads", ()):
+                    if found["Key"].startswith(self._place.prefix):
+                        yield from self._measured(found)
+
+    def abort(self, found: Dated) -> None:
+        """Remove the parts of an upload; a missing upload is not an error."""
+        key = self._place.prefix + found.path
+        with self._answering("abort the upload of", f"s3://{self._place.bucket}/{key}"):
+            try:
+                self.client.abort_multipart_upload(
+                    Bucket=self._place.bucket, Key=key, UploadId=found.upload_id
+                )
+            except self.client.exceptions.ClientError as error:
+                if not _is_gone(error):
+                    raise
+
+    def _measured(self, found: dict[str, Any]) -> Iterator[Dated]:
+        key, nbytes, modified = found["Key"], 0, found["Initiated"].timestamp()
+        query = {"Bucket": self._place.bucket, "Key": key, "UploadId": found["UploadId"]}
+        try:
+            for page in self.client.get_paginator("list_parts").paginate(**query):
+                for part in page.get("Parts", ()):
+                    nbytes += part["Size"]
+                    modified = max(modified, part["LastModified"].timestamp())
+        except self.client.exceptions.ClientError as error:
+            if not _is_gone(error):
+                raise
+            return  # it was finished, or aborted, after it was listed
+        yield Dated("upload", key[len(self._place.prefix) :], nbytes, modified, found["UploadId"])
+
+    @contextmanager
+    def _answering(self, action: str, url: str) -> Iterator[None]:
+        """Translate the errors of botocore to a `StorageError` about `url`."""
+        from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+
+        try:
+            yield
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") in ("NotImplemented", "501"):
+                raise StorageError(
+                    f"{url}: the endpoint does not list uploads in parts",
+                    remedy="configure it to remove abandoned uploads, see its manual",
+                    path=url,
+                ) from error
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            failure = OSError(f"{error} (status code: {status})")  # in the form of the client of objects
+            raise as_ours(action, url, failure) from None
+        except BotoCoreError as error:
+            raise as_ours(action, url, error) from None
+
+
+def _is_gone(error: Any) -> bool:
+    return error.response.get("Error", {}).get("Code") in ("NoSuchUpload", "404")
+
+
+def _connect(place: Bucket, options: ObjectOptions) -> Any:
+    """Return a client of botocore for the endpoint of the client of objects.  Nothing is sent yet."""
+    try:
+        from botocore.config import Config  # type: ignore[import-untyped]
+        from botocore.session import Session  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"listing the unfinished uploads of killed saves to {place.url} needs the package botocore",
+            remedy="pip install 'reknit[gc]'",
+        ) from error
+    session = Session(session_vars=_ENVIRONMENT)
+    virtual = str(session.get_config_variable("reknit_virtual")).lower() in ("1", "true", "yes", "on")
+    return session.create_client(
+        "s3",
+        region_name=options.region or session.get_config_variable("region") or "us-east-1",
+        endpoint_url=options.endpoint or session.get_config_variable("reknit_endpoint"),
+        config=Config(
+            connect_timeout=5,
+            read_timeout=options.request_s,
+            retries={"total_max_attempts": options.retries + 1, "mode": "standard"},
+            s3={"addressing_style": "virtual" if virtual else "path"},
+        ),
     )

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct, field
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError, UsageError
-from reknit.monitor.phase import monotonic, retries
-from reknit.storage.errors import ExistingError
+from reknit.events.phase import monotonic, retries
+from reknit.storage.base import ExistingError, Progress
 from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage, ForwardingWriter, innermost
-from reknit.storage.writing import Progress
 from reknit.system import dice
 
 if TYPE_CHECKING:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from reknit.testing.storage_suite.committing import CommittingSuite
-from reknit.testing.storage_suite.copying import CopyingSuite
-from reknit.testing.storage_suite.places import PlacesSuite
-from reknit.testing.storage_suite.probes import listed, pattern, read, read_runs, write
-from reknit.testing.storage_suite.putting import PuttingSuite
-from reknit.testing.storage_suite.reading import ReadingSuite
-from reknit.testing.storage_suite.writing import WritingSuite
+from reknit.testing.storage_suite.reading import PlacesSuite, ReadingSuite
+from reknit.testing.storage_suite.suite import listed, pattern, read, read_runs, write
+from reknit.testing.storage_suite.writing import CommittingSuite, CopyingSuite, PuttingSuite, WritingSuite
 
 __all__ = ["StorageSuite", "listed", "pattern", "read", "read_runs", "write"]
 

@@ -1,1 +1,0 @@
-"""Pictures of a checkpoint: its writers, the cuts of its tensors, the reads of another layout."""

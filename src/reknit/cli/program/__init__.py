@@ -1,1 +1,0 @@
-"""The program as a whole: its command line, its versions."""

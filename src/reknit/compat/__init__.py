@@ -1,1 +1,0 @@
-"""Interfaces of other checkpoint libraries, for scripts that change one import."""

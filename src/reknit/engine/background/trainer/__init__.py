@@ -1,1 +1,0 @@
-"""The trainer's side of a save that does not wait: prepare, stage, follow the agent."""

@@ -1,0 +1,509 @@
+"""Writes of data files piece by piece (fetch, digest, write), with a measured number of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from reknit.engine.memory.workers import borrowed, run_jobs
+from reknit.environment import num_threads
+from reknit.errors import ReknitError, UsageError
+from reknit.events.phase import Stopwatch
+from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
+from reknit.options import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.memory.images import Fetch
+    from reknit.engine.memory.workers import Arena, Arenas
+    from reknit.events.phase import Recorder
+    from reknit.storage.base import Storage, Writer
+
+
+class Written(NamedTuple):
+    """A file that storage has, and the digests of its blocks."""
+
+    path: str
+    nbytes: int
+    digests: NDArray[np.uint64]
+
+
+def write_bytes(storage: Storage, path: str, data: bytes, *, keep: bool = False) -> Written:
+    """Write one file that is whole in memory; an error leaves it behind only if `keep`, and finished."""
+    writer = storage.create(path, len(data))
+    try:
+        writer.write(0, memoryview(data))
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        if not keep:
+            discard(storage, path)  # finished perhaps, and only the answer was lost
+        raise
+    return Written(path, len(data), np.array(block_digests(data), np.uint64))
+
+
+def write_small(
+    storage: Storage, files: Sequence[tuple[str, bytes]], written: list[Written], *, threads: int
+) -> None:
+    """Write files that are whole in memory, `threads` at once, and add them to `written`, in their order.
+
+    After an error `written` has the files that are in storage.
+    """
+    done: dict[int, Written] = {}
+
+    def write(number: int, _: object = None) -> None:
+        path, data = files[number]
+        try:
+            done[number] = write_bytes(storage, path, data)
+        except ReknitError as error:
+            error.sign(path=f"{storage.url}/{path}")
+            raise
+
+    try:
+        if (threads := min(threads, len(files))) > 1:
+            run_jobs(range(len(files)), write, threads=threads, arena_nbytes=1, budget_nbytes=threads)
+        else:
+            for number in range(len(files)):
+                write(number)
+    finally:
+        written += [done[number] for number in sorted(done)]
+
+
+def discard(storage: Storage, path: str) -> None:
+    """Delete a file of a save that failed; where even that fails, the next save to this path does it."""
+    with suppress(ReknitError):
+        storage.delete(path)
+
+
+THREADS = (1, 2, 4)
+PIECES = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
+"""Piece sizes: multiples of the checksum block, and divisors of the largest size."""
+WINDOW_NBYTES = 128 * MIB
+"""The least number of bytes that are written for one measurement."""
+
+_USUAL_PIECE = 8 * MIB
+_TURNS = 4
+_CLOSE = 0.95
+
+
+class Settings(NamedTuple):
+    """How files are written: the number of threads, and the size of the piece that each thread holds."""
+
+    threads: int
+    piece_nbytes: int
+
+
+class Tuner:
+    """Tries each of a few settings on some bytes of real saves, and keeps the fastest.
+
+    It writes nothing itself.  While it is `measuring`, the writer takes `settings`, writes `window_nbytes`
+    with them, and passes the time that this took to `observe`.  A save that ends earlier leaves the rest of
+    the settings to the next save.  The result holds for one kind of store, while the tuner lives.
+
+    A setting that is passed as `threads` or `piece_nbytes` is fixed; with both there is nothing to measure.
+    `share` is the number of threads that this rank's share of the cores allows.  Two threads are tried even
+    if it is one, because a thread that writes past the page cache mostly waits for the disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        piece_nbytes: int | None = None,
+        share: int | None = None,
+        window_nbytes: int = WINDOW_NBYTES,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads must be at least 1, not {threads}")
+        if piece_nbytes is not None and piece_nbytes not in PIECES:
+            raise UsageError(f"a piece has 4, 8, 16 or 32 MiB, not {piece_nbytes} bytes")
+        share = num_threads(None) if share is None else share
+        self._usual = Settings(threads or share, piece_nbytes or _USUAL_PIECE)
+        self._window_nbytes = window_nbytes
+        self._rates: dict[Settings, float] = {}
+        if threads is not None and piece_nbytes is not None:
+            self.candidates: tuple[Settings, ...] = (self._usual,)
+        else:
+            self.candidates = tuple(_grid(self._usual, threads, piece_nbytes, max(share, 2)))
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a candidate is left to be measured."""
+        return len(self.candidates) > 1 and len(self._rates) < len(self.candidates)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings for the next window: the next candidate, or the best when all are measured."""
+        if not self.measuring:
+            return self.best
+        return next(candidate for candidate in self.candidates if candidate not in self._rates)
+
+    @property
+    def best(self) -> Settings:
+        """The fewest threads, then the smallest pieces, that come close to the fastest measured so far."""
+        if not self._rates:
+            return self._usual
+        enough = _CLOSE * max(self._rates.values())
+        return min(settings for settings, rate in self._rates.items() if rate >= enough)
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes to write with `settings`: several pieces per thread, since the last leave threads idle."""
+        threads, piece_nbytes = self.settings
+        return max(self._window_nbytes, _TURNS * threads * piece_nbytes)
+
+    def observe(self, settings: Settings, nbytes: int, seconds: float) -> Settings:
+        """Record the time that a candidate took for some bytes; return the settings for the next bytes."""
+        if settings in self.candidates:
+            self._rates[settings] = nbytes / max(seconds, 1e-9)
+        return self.settings
+
+
+def _grid(usual: Settings, threads: int | None, piece_nbytes: int | None, most: int) -> Iterator[Settings]:
+    """Yield the candidates: the usual settings first, for saves that end before all are measured."""
+    counts = (threads,) if threads is not None else tuple(count for count in THREADS if count <= most)
+    sizes = (piece_nbytes,) if piece_nbytes is not None else PIECES
+    yield usual
+    yield from (Settings(n, size) for n in counts for size in sizes if (n, size) != usual)
+
+
+class Outgoing(NamedTuple):
+    """A file to write."""
+
+    path: str
+    nbytes: int
+
+
+class UnchangedFiles(Protocol):
+    """Files of an earlier checkpoint that may have the bytes of the files to write."""
+
+    def may_equal(self, number: int) -> bool:
+        """Return whether there is an earlier file for file `number`."""
+
+    def note_begin(self, number: int, data: NDArray[np.uint8]) -> None:
+        """Receive the first piece of each file that is written."""
+
+    def equal(self, number: int, start: int, data: NDArray[np.uint8]) -> bool:
+        """Return whether the earlier file has these bytes, by their digests."""
+
+    def take_over(self, numbers: Sequence[int], taken: dict[int, Written]) -> None:
+        """Copy earlier files that are equal, and add them to `taken`; the others have to be written."""
+
+
+class OutgoingFile:
+    """A file that several workers write; the worker that writes the last bytes finishes it.
+
+    While it is `undecided`, all pieces were equal to those of an earlier file, and none was written.
+    """
+
+    def __init__(self, number: int, file: Outgoing, *, undecided: bool) -> None:
+        self.number = number
+        self.path, self.nbytes = file
+        self.undecided = undecided
+        self.writer: Writer | None = None
+        self.equal: list[FileRange] = []
+        self.digests = np.zeros(num_blocks(file.nbytes), np.uint64)
+        self.lock = threading.Lock()
+        self._left = file.nbytes
+
+    def done_with(self, nbytes: int) -> bool:
+        """Count written bytes, and return whether they were the last."""
+        with self.lock:
+            self._left -= nbytes
+            return self._left == 0
+
+
+class FileRange(NamedTuple):
+    """A range of a file."""
+
+    file: OutgoingFile
+    start: int
+    nbytes: int
+
+    def cut(self, nbytes: int) -> Iterator[FileRange]:
+        """Yield the range in parts of `nbytes` bytes; the last part may be shorter."""
+        stop = self.start + self.nbytes
+        for start in range(self.start, stop, nbytes):
+            yield FileRange(self.file, start, min(nbytes, stop - start))
+
+
+def pieces_of(spans: Iterable[FileRange], nbytes: int) -> Iterator[FileRange]:
+    """Yield all spans in pieces."""
+    return (piece for span in spans for piece in span.cut(nbytes))
+
+
+PIECE_NBYTES = 2 * BLOCK_NBYTES
+"""Bytes that a worker stages, digests and writes at once in a synchronous save that is not small."""
+_FEW_BLOCKS = 2
+"""Files with at most this many blocks are written before another thread could begin."""
+_BEGIN_S = 0.01
+"""Limit of the seconds for which other work waits until writing has begun."""
+_IDLE = 0.2
+"""Share of the workers' time that waits for bytes may take in a window that counts as a measurement."""
+
+FetchPhase = Literal["stage", "wait", "read"]
+
+
+@dataclass
+class _Writing:
+    """Files that are being written; most fields are arguments of `write_files`."""
+
+    storage: Storage
+    fetch: Fetch
+    recorder: Recorder
+    phase: FetchPhase
+    look: Fetch
+    earlier: UnchangedFiles | None
+    written: Callable[[int, int, int], None] | None
+    failed: Callable[[BaseException], None] | None
+    busy: Callable[[], bool] | None
+
+    def __post_init__(self) -> None:
+        self.files: list[OutgoingFile] = []
+        self.taken: dict[int, Written] = {}
+        self.left: deque[FileRange] = deque()
+        """Pieces that were equal to those of an earlier file, and have to be written all the same."""
+        self._begun = threading.Event()
+        self._undigested: deque[tuple[OutgoingFile, int, NDArray[np.uint8]]] = deque()
+        self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
+
+    def open(self, files: Sequence[Outgoing]) -> None:
+        """Create the files, so that a file that does not fit fails before any write.
+
+        A file that an earlier file may equal is created once it differs.
+        """
+        for number, file in enumerate(files):
+            undecided = self.earlier is not None and self.earlier.may_equal(number)
+            self.files.append(OutgoingFile(number, file, undecided=undecided))
+            if not undecided:
+                self._create(self.files[-1])
+
+    def _create(self, file: OutgoingFile) -> None:
+        with self._clocks["write"].lap(), self._signed(file.path):
+            file.writer = self.storage.create(file.path, file.nbytes)
+            if not file.nbytes:  # it has no last piece
+                file.writer.finish()
+        self.left += file.equal
+        file.undecided = False
+
+    def _take_over(self) -> None:
+        """Take over the files that are equal to earlier files, and create the other files."""
+        equal = [file for file in self.files if file.undecided]
+        if self.earlier is not None and equal:
+            self.earlier.take_over([file.number for file in equal], self.taken)
+        for file in equal:
+            if file.number not in self.taken:
+                self._create(file)
+
+    def windows(self, tuner: Tuner) -> Iterator[tuple[Iterable[FileRange], Settings]]:
+        """Yield the ranges to write next, with their settings: windows to measure, then the rest.
+
+        A window must be written before the next one is taken.
+        """
+        # Windows end between spans, so that the next window can have pieces of any size.
+        spans = deque(span for file in self.files for span in FileRange(file, 0, file.nbytes).cut(PIECES[-1]))
+        if sum(num_blocks(span.nbytes) for span in spans) <= _FEW_BLOCKS:
+            yield from self._and_the_rest(spans, tuner.best._replace(threads=1))
+            return
+        left = sum(span.nbytes for span in spans)
+        while tuner.measuring and left >= tuner.window_nbytes:
+            settings, window, nbytes = tuner.settings, list[FileRange](), 0
+            while nbytes < tuner.window_nbytes:
+                window.append(spans.popleft())
+                nbytes += window[-1].nbytes
+            left -= nbytes
+            whole, fetching = Stopwatch(), self._clocks[self.phase].seconds
+            written = self._clocks["write"].nbytes
+            with whole.lap(nbytes):
+                yield window, settings
+            fetching = self._clocks[self.phase].seconds - fetching
+            if self._clocks["write"].nbytes - written < nbytes:
+                continue  # the time of bytes that were not written does not show the speed of the store
+            # If the bytes came slowly, the time does not show the speed of the settings.
+            if self.phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
+                tuner.observe(settings, nbytes, whole.seconds)
+        yield from self._and_the_rest(spans, tuner.best)
+
+    def _and_the_rest(
+        self, spans: Iterable[FileRange], settings: Settings
+    ) -> Iterator[tuple[Iterable[FileRange], Settings]]:
+        """Yield the last spans, then the pieces that were equal to an earlier file and are to be written."""
+        yield spans, settings
+        self._take_over()
+        if self.left:
+            self.recorder.expect(sum(piece.nbytes for piece in self.left))
+            yield self.left, settings
+
+    def write(self, piece: FileRange, arena: Arena) -> None:
+        """Fetch, digest and write one piece, unless it is equal to that of an earlier file."""
+        file, start, nbytes = piece
+        try:
+            if file.undecided and self._is_equal(piece, arena):
+                self.recorder.advance(nbytes)
+                return
+            assert file.writer is not None
+            with self._clocks[self.phase].lap(nbytes):
+                data = self.fetch(file.number, start, nbytes, arena)
+            if self.earlier is not None and not start:
+                self.earlier.note_begin(file.number, data)
+            if late := self.busy is not None and self.busy():
+                self._undigested.append((file, start, data))
+            else:
+                self._digest(file, start, data)
+            self._begun.set()
+            with self._clocks["write"].lap(nbytes), self._signed(file.path):
+                file.writer.write(start, data.data)
+            if not late:
+                self.digest_late()
+            self.recorder.advance(nbytes)
+            if self.written is not None:
+                self.written(file.number, start, nbytes)
+            if file.done_with(nbytes):
+                with self._clocks["write"].lap(), self._signed(file.path):
+                    file.writer.finish()
+        except BaseException as error:
+            if self.failed is not None:
+                self.failed(error)
+            raise
+
+    def _is_equal(self, piece: FileRange, arena: Arena) -> bool:
+        """Return whether an earlier file has the bytes of a piece; if not, create the file."""
+        file, start, nbytes = piece
+        with self._clocks[self.phase].lap():
+            data = self.look(file.number, start, nbytes, arena)
+        with self._clocks["digest"].lap():
+            assert self.earlier is not None
+            equal = self.earlier.equal(file.number, start, data)
+        with file.lock:
+            if file.undecided and equal:
+                file.equal.append(piece)
+                return True
+            if file.undecided:
+                self._create(file)
+            return False
+
+    def _digest(self, file: OutgoingFile, start: int, data: NDArray[np.uint8]) -> None:
+        with self._clocks["digest"].lap(len(data)):
+            digests = block_digests(data)
+            first = start // BLOCK_NBYTES
+            file.digests[first : first + len(digests)] = digests
+
+    def once_begun(self, work: Callable[[], None]) -> None:
+        """Do other work when the first bytes are being written; until then workers need the cores."""
+        self._begun.wait(_BEGIN_S)
+        work()
+
+    def digest_late(self) -> None:
+        """Digest the pieces that were written first; several workers may share them."""
+        while self._undigested:
+            with suppress(IndexError):  # another worker took the last one
+                self._digest(*self._undigested.popleft())
+
+    def undo(self, *, keep: bool) -> None:
+        """Remove all files, or with `keep` only unfinished files."""
+        paths = [file.path for file in self.taken.values()]
+        for file in self.files:
+            if file.writer is not None:
+                file.writer.abort()
+                paths.append(file.path)
+        for path in [] if keep else paths:
+            discard(self.storage, path)
+
+    def record(self) -> None:
+        """Record the phases, each with the time of all workers together."""
+        for name, clock in self._clocks.items():
+            self.recorder.add(name, clock.started, clock.seconds, clock.nbytes)
+
+    @contextmanager
+    def _signed(self, path: str) -> Iterator[None]:
+        """Add the place to errors that pass, in any thread."""
+        try:
+            yield
+        except ReknitError as error:
+            error.sign(rank=self.recorder.rank, phase="write", path=f"{self.storage.url}/{path}")
+            raise
+
+
+def write_files(
+    storage: Storage,
+    files: Sequence[Outgoing],
+    fetch: Fetch,
+    *,
+    tuner: Tuner,
+    recorder: Recorder,
+    phase: FetchPhase = "wait",
+    budget_nbytes: int | None = None,
+    arenas: Arenas = borrowed,
+    written: Callable[[int, int, int], None] | None = None,
+    failed: Callable[[BaseException], None] | None = None,
+    busy: Callable[[], bool] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+    earlier: UnchangedFiles | None = None,
+    look: Fetch | None = None,
+    keep: bool = False,
+) -> list[Written]:
+    """Write all files, several pieces at once, and return the files in storage, in the order of `files`.
+
+    A file of which all pieces are equal to those of an `earlier` file is taken over, and not written.  The
+    pieces are compared in the memory that `look` returns, by default `fetch`.  After the first difference,
+    the pieces that were equal are fetched again.
+
+    Each piece is digested in the memory from which it is written.  So damage on the way to the disk shows
+    when the bytes are read.  An error leaves no file of this call behind, or with `keep` only finished files.
+
+    `fetch` is called by the worker that will write the piece.  Pieces begin at multiples of their own size,
+    and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So a thread that
+    fills a bounded ring in that order never waits for a worker that waits for that thread.  The time spent in
+    `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for other threads,
+    ``"read"`` when it reads another store.
+
+    `budget_nbytes` limits the memory of all workers, lent by `arenas`, if `fetch` copies to it.
+    `written(file, start, nbytes)` is called when the memory of a piece is free again.  A worker with an error
+    calls `failed(error)` before the other workers have ended, to wake threads that wait in `fetch`.  While
+    `busy()` returns True, pieces are only written, which takes little time of the core, and digested later.
+    Then the memory that `fetch` returns must not change until this call returns.  The calling thread calls
+    `meanwhile()` once while workers write.
+    """
+    writing = _Writing(
+        storage=storage,
+        fetch=fetch,
+        recorder=recorder,
+        phase=phase,
+        look=look or fetch,
+        earlier=earlier,
+        written=written,
+        failed=failed,
+        busy=busy,
+    )
+    recorder.expect(sum(file.nbytes for file in files))
+
+    try:
+        writing.open(files)
+        for spans, (threads, piece_nbytes) in writing.windows(tuner):
+            run_jobs(
+                pieces_of(spans, piece_nbytes),
+                writing.write,
+                threads=threads,
+                arena_nbytes=piece_nbytes,
+                budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
+                arenas=arenas,
+                meanwhile=partial(writing.once_begun, meanwhile) if meanwhile and threads > 1 else meanwhile,
+            )
+            meanwhile = None
+        writing.digest_late()
+    except BaseException:
+        writing.undo(keep=keep)
+        raise
+    finally:
+        writing.record()
+    files_there = (Written(file.path, file.nbytes, file.digests) for file in writing.files)
+    return [writing.taken.get(number, file) for number, file in enumerate(files_there)]

@@ -1,0 +1,149 @@
+"""The layout of a rank's data files, reused while its holdings keep their layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import xxhash
+
+from reknit.engine import messages
+from reknit.engine.memory.images import Entries, Image
+from reknit.format import paths
+from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
+from reknit.planner.columns import packed
+from reknit.planner.save import plan_save
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reknit.engine.memory.images import Sources
+    from reknit.types.shard import FilePlan, Holdings
+
+
+class OutlinedFile(NamedTuple):
+    """A planned data file, with `write_id` in its header; all ids have the same length."""
+
+    plan: FilePlan
+    header: bytes
+    write_id: str
+    entries: Entries
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + self.plan.nbytes
+
+
+class Outline(NamedTuple):
+    """The data files of a rank, and their chunks in the form of its receipt."""
+
+    rank: int
+    files: tuple[OutlinedFile, ...]
+    columns: messages.ArrayColumns
+
+    @property
+    def listed(self) -> list[tuple[str, int, int]]:
+        """Item, part and size of each file."""
+        return [(file.plan.item, file.plan.part, file.nbytes) for file in self.files]
+
+    def images(self, write_id: str, sources: Sources) -> list[Image]:
+        """Return the files of one save, to be filled from the `bits` of shards with this layout."""
+        return [
+            Image(
+                paths.data_path(file.plan.item, self.rank, write_id, file.plan.part),
+                file.header.replace(file.write_id.encode(), write_id.encode()),
+                file.entries,
+                file.nbytes,
+                sources,
+            )
+            for file in self.files
+        ]
+
+
+class FileCut(NamedTuple):
+    """The cut of a rank's data into files: see `planner.save.plan_save`."""
+
+    max_file_nbytes: int
+    num_parts: int = 1
+
+
+def layout_digest(holdings: Holdings, cut: FileCut) -> bytes:
+    """Return a digest of 16 bytes of the inputs of an outline: holdings without their values."""
+    key = "layout", cut
+    known: bytes | None = holdings.known.get(key)
+    if known is None:
+        known = holdings.known[key] = _layout_digest(holdings, cut)
+    return known
+
+
+def _layout_digest(holdings: Holdings, cut: FileCut) -> bytes:
+    layout = (
+        cut,
+        holdings.items,
+        [
+            (s.item, s.fqn, s.spec.dtype, s.spec.shape, s.box.offsets, s.box.lengths, s.replicas, s.frozen)
+            for s in holdings.shards
+        ],
+        [(a.item, a.fqn, a.of) for a in holdings.aliases],
+    )
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(layout))
+
+
+def outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
+    """Return the files of a rank whose shards all list their replicas; a layout is planned once."""
+    key = "outline", rank, cut
+    known: Outline | None = holdings.known.get(key)
+    if known is None:
+        known = holdings.known[key] = _outline(holdings, rank, cut)
+    return known
+
+
+def _outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
+    plan = plan_save(holdings.shards, rank, *cut)
+    write_id = paths.new_write_id()
+    files = tuple(
+        OutlinedFile(file, _header(holdings, rank, file, write_id), write_id, Entries.of(file.entries))
+        for file in plan.files
+    )
+    return Outline(rank, files, _columns(holdings, files))
+
+
+def _header(holdings: Holdings, rank: int, file: FilePlan, write_id: str) -> bytes:
+    """Return the header of a planned file."""
+    entries = []
+    for entry in file.entries:
+        shard = holdings.shards[entry.shard]
+        key = paths.entry_key(shard.fqn, shard.spec, entry.box)
+        entries.append(HeaderEntry(key, shard.spec.dtype, entry.box.lengths, entry.start, entry.nbytes))
+    here = {holdings.shards[entry.shard].fqn for entry in file.entries}
+    aliases = {a.fqn: a.of for a in holdings.aliases if a.item == file.item and a.of in here}
+    return encode_header(entries, file_metadata(write_id, rank, file.item, aliases))
+
+
+def _columns(holdings: Holdings, files: Sequence[OutlinedFile]) -> messages.ArrayColumns:
+    """Return the chunks of a rank's files as columns, with all tensors that it holds, even unwritten ones."""
+    tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
+    for shard in holdings.shards:
+        tensors.setdefault((shard.item, shard.fqn, shard.spec.dtype, shard.spec.shape), len(tensors))
+    rows: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int, int]] = []
+    for number, file in enumerate(files):
+        for entry in file.plan.entries:
+            shard = holdings.shards[entry.shard]
+            tensor = tensors[shard.item, shard.fqn, shard.spec.dtype, shard.spec.shape]
+            start = len(file.header) + entry.start
+            rows.append((tensor, entry.box.offsets, entry.box.lengths, number, start, entry.nbytes))
+    ndim = max([len(row[1]) for row in rows], default=1) or 1
+    fill = [(0,) * (ndim - n) for n in range(ndim + 1)], [(1,) * (ndim - n) for n in range(ndim + 1)]
+    return messages.ArrayColumns(
+        tensors=list(tensors),
+        files=[(file.plan.item, file.plan.part) for file in files],
+        ndim=ndim,
+        tensor=packed([row[0] for row in rows], "i8"),
+        offsets=packed([row[1] + fill[0][len(row[1])] for row in rows], "i8"),
+        lengths=packed([row[2] + fill[1][len(row[2])] for row in rows], "i8"),
+        file=packed([row[3] for row in rows], "i8"),
+        start=packed([row[4] for row in rows], "i8"),
+        nbytes=packed([row[5] for row in rows], "i8"),
+        aliases=[(a.item, a.fqn, a.of) for a in holdings.aliases],
+    )

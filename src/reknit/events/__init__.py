@@ -1,0 +1,1 @@
+"""Events: a record of every phase of every save and load, and where records go."""

@@ -1,1 +1,0 @@
-"""Files of other programs: bytes to nouns, without running any of their code."""

@@ -1,1 +1,0 @@
-"""Encode values that are not tensors."""

@@ -1,1 +1,0 @@
-"""Optimizers of torch, by the names of their parameters."""

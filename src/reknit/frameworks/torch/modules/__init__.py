@@ -1,1 +1,0 @@
-"""Modules of torch, under any wrapper and sharding."""

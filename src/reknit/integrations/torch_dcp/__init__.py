@@ -1,1 +1,0 @@
-"""The storage writer and reader for torch.distributed.checkpoint."""

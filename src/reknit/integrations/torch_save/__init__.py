@@ -1,0 +1,1 @@
+"""Files of torch.save: read in place, and written as an export."""

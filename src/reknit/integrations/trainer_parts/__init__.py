@@ -1,1 +1,0 @@
-"""The parts of the doors for trainers; users import nothing from here."""

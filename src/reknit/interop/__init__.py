@@ -1,1 +1,0 @@
-"""How do other formats come in and go out?"""

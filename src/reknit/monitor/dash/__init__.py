@@ -1,1 +1,0 @@
-"""The report of saves and loads while they run, for a browser."""

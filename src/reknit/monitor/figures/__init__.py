@@ -1,1 +1,0 @@
-"""Figures of one save or load: its phases as columns, its critical path, its throughput."""

@@ -1,1 +1,0 @@
-"""Pages for a browser, each one file: style, scripts, and the chart library."""

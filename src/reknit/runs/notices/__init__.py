@@ -1,1 +1,0 @@
-"""Notices that a process will end soon: from signals, files and cloud providers."""

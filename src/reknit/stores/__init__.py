@@ -1,0 +1,1 @@
+"""Stores that are plug-ins: HDFS, and the file systems of fsspec."""
