@@ -140,7 +140,15 @@ def test_when_one_rank_cannot_make_its_request_all_raise_its_error() -> None:
     def run(group: Group) -> None:
         agree(group, "write", failure if group.rank == 2 else None, WAIT_S)
 
-    for error in endings(thread_groups(4), run):
+    def unmerged(group: Group) -> bytes:
+        def produce() -> bytes:
+            if group.rank == 2:
+                raise failure
+            return b""
+
+        return held_round(group, "write", produce, echo, WAIT_S)
+
+    for error in [*endings(thread_groups(4), run), *endings(thread_groups(4), unmerged)]:
         assert type(error) is StorageFullError
         assert (error.rank, error.phase, error.path, error.remedy) == (2, "write", "/disk", "make room")
 
