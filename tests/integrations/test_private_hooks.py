@@ -78,3 +78,18 @@ def without_packages() -> dict[str, str]:
 def test_without_its_package_an_integration_names_the_extra() -> None:
     (errors,) = ranks.run(1, without_packages, joined=False)
     assert [name for name, error in errors.items() if f"pip install 'reknit[{name}]'" not in error] == []
+
+
+def without_accelerate() -> str:
+    """Import the integration of transformers where only accelerate is missing, and return the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "reknit.integrations.transformers", raising=False)
+        patch.setitem(sys.modules, "accelerate", None)
+        with pytest.raises(MissingExtraError) as caught:
+            import_module("reknit.integrations.transformers")
+    return str(caught.value)
+
+
+def test_transformers_without_accelerate_names_the_extra_as_well() -> None:
+    (error,) = ranks.run(1, without_accelerate, joined=False)
+    assert "pip install 'reknit[transformers]'" in error

@@ -60,13 +60,8 @@ def other_ranks(loading: Loading) -> str | None:
     return f"it has the state of one of {before} rank{'s' * (before != 1)}, and this job has {now}"
 
 
-def collect_position(value: Any, state: Any, place: Place, saving: Any) -> None:
-    """Collect the position of all readers; see `state_dict_effects.collect_position`."""
-    store_position(value, state, place, saving)
-
-
 def taker_of(value: Any, place: Place, loading: Loading, state: Any) -> Any:
-    """Return the object that takes a saved state, or `SETTLED` (see `state_dict_effects.taker_of`)."""
+    """Return the object that takes a saved state, or `SETTLED` (see `own_code.taker_of`)."""
     if state is not None and has_iterator(value):
         why = "an iterator of it is in use, which would go on from its present place, not from the saved one"
         refuse(place, why, loading, _NEW_ITERATOR)
@@ -130,7 +125,7 @@ def _holds_position(state: Any) -> bool:
     return bool(held)
 
 
-def store_position(loader: Any, state: Any, place: Place, saving: Saving) -> None:
+def collect_position(loader: Any, state: Any, place: Place, saving: Saving) -> None:
     """Collect the position of a loader, given its state."""
     try:
         position = sample_order.position_of(loader, state, saving.world.size)

@@ -25,6 +25,17 @@ from reknit.errors import MissingExtraError, StateError, UsageError, VersionErro
 from reknit.frameworks.per_rank import RngState
 from reknit.frameworks.stateful import Kept
 from reknit.integrations import trainers
+
+try:
+    import accelerate  # noqa: F401 (the loaders below import it)
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError:
+    raise MissingExtraError(
+        "reknit.integrations.transformers needs the packages transformers and accelerate",
+        remedy="pip install 'reknit[transformers]'",
+    ) from None
+
 from reknit.integrations.loaders import CountedLoader, EpochRandom, warn_of_order
 from reknit.integrations.private_hooks import require_hooks
 from reknit.integrations.trainers import StepLimit
@@ -35,15 +46,6 @@ from reknit.runs.checkpointer import Checkpointer
 from reknit.runs.folder import refuse_living
 from reknit.runs.load_step import UNSOUND, say_resumed
 from reknit.runs.tiers import below
-
-try:
-    from transformers import Trainer, TrainerCallback
-    from transformers.trainer_callback import ExportableState
-except ImportError:
-    raise MissingExtraError(
-        "reknit.integrations.transformers needs the packages transformers and accelerate",
-        remedy="pip install 'reknit[transformers]'",
-    ) from None
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
