@@ -452,7 +452,7 @@ def test_a_close_while_lost_agents_are_replaced_leaves_none_behind(tmp_path: Pat
         if group.rank == 1:
             kill_own_agent(group)
         wait_until(lambda: set(agents_of(os.getpid())) - before, LIMIT_S)  # a new one starts
-        checks.backgrounds[group][True].close(LIMIT_S)
+        checks.backgrounds[group][False].close(LIMIT_S)
 
     formed = threading.Barrier(2)
     run_ranks(2, rank)
@@ -515,7 +515,7 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         def state_dict(self) -> dict[str, Any]:
             # A process that has just been started does not have a command line for an instant.
             wait_until(lambda: len(set(agents_of(os.getpid())) - before) == 1, LIMIT_S)
-            seen.append(checks.backgrounds[ranks.alone()][True].supervisor.session)
+            seen.append(checks.backgrounds[ranks.alone()][False].supervisor.session)
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:

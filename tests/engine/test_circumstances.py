@@ -78,7 +78,7 @@ def background(path: object, **more: Any) -> reknit.PendingSave:
 
 
 def crew() -> AgentSession:
-    agents = checks.backgrounds[ranks.alone()][True].supervisor.session
+    agents = checks.backgrounds[ranks.alone()][False].supervisor.session
     assert agents is not None
     return agents
 
@@ -165,7 +165,7 @@ def test_what_is_prepared_is_where_promotions_are_made() -> None:
     assert reknit.close(LIMIT_S)
     options = reknit.SaveOptions(promote_to="memory://runs/promoted")
     reknit.prepare("mem://circumstances", options=options)
-    assert list(checks.backgrounds[ranks.alone()]) == [False]
+    assert list(checks.backgrounds[ranks.alone()]) == [True]
 
 
 def test_a_class_that_was_registered_with_fsspec_is_registered_by_the_agent(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_save_that_one_rank_refuses_is_refused_on_all(
 ) -> None:
     def rank(group: Group) -> str:
         background(tmp_path / "1", group=group).result(LIMIT_S)
-        agents = checks.backgrounds[group][True].supervisor.session
+        agents = checks.backgrounds[group][False].supervisor.session
         assert agents is not None
         if group.rank == 1:
             monkeypatch.setattr(agents.link, "_identity", identity()._replace(root=(0, 0)))

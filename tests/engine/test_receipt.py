@@ -3,52 +3,44 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from reknit.comm.group import Group, SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.memory.write import Written, write_bytes
+from reknit.engine.memory.write import Tuner, Written, write_bytes
 from reknit.engine.messages import Assignment, RankClaims
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.here import CommitTurn, commit_turn
-from reknit.engine.saving.task import SaveJob
+from reknit.engine.saving.here import EarlierSaves, Here
 from reknit.errors import CommError, CommitError, DeadlineError, StorageError
-from reknit.events.phase import Recorder
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
 from reknit.options import SaveOptions
-from tests.engine.runs import Annals, nothing_held, save_as
+from tests.engine.held import task_at
+from tests.engine.runs import Annals, save_as
 from tests.running.cases import one_by_one
+
+if TYPE_CHECKING:
+    from reknit.engine.stored.commit import Fate
 
 OTHER = "0123456789abcdef" * 2
 SAID = RankClaims("", None, b"", None, [])
 ABOVE = StorageError("no room on another rank")
 
 
-def job_of(storage: Annals, group: Group) -> SaveJob:
-    return SaveJob(
-        collect=nothing_held,
-        group=group,
-        storage=storage,
-        options=SaveOptions(),
-        recorder=Recorder("save", group.rank),
-        step=1,
-        overwrite=True,
-    )
+def here_in(storage: Annals, group: Group, coordinator: Any = None) -> Here:
+    task = task_at(storage, group, SaveOptions(), step=1, overwrite=True)
+    return Here(task, EarlierSaves(coordinator or Coordinator()), tuner=Tuner(threads=1))
 
 
-def assigned(write_id: str) -> Assignment:
-    return Assignment(write_id, b"", b"", [])
-
-
-def after_writing(
-    storage: Annals, rank: int, write_id: str, written: list[Written], *, sent: bool
-) -> CommitTurn:
-    turn = CommitTurn(job_of(storage, thread_groups(2)[rank]), Coordinator(), SAID, assigned(write_id))
-    turn.written, turn.sent = written, sent
-    return turn
+def fate_after(
+    error: BaseException, storage: Annals, rank: int, write_id: str, *, written: list[Written], sent: bool
+) -> Fate:
+    """Let a rank clean up that has written these files, and may have sent the receipt, before an error."""
+    here = here_in(storage, thread_groups(2)[rank])
+    here.written, here.write_id, here.sent = written, write_id, sent
+    return here.clean_up(error)
 
 
 def test_files_stay_where_the_root_may_yet_commit_them_and_else_go() -> None:
@@ -66,7 +58,7 @@ def test_files_stay_where_the_root_may_yet_commit_them_and_else_go() -> None:
     for error, rank, sent, stays in one_by_one(cases):
         storage = Annals("receipt")
         written = [write_bytes(storage, "m/00001.01234567.safetensors", b"x")]
-        assert after_writing(storage, rank, OTHER, written, sent=sent).clean_up(error).committed is False
+        assert fate_after(error, storage, rank, OTHER, written=written, sent=sent).committed is False
         assert bool(list(storage.list())) == stays
 
 
@@ -77,11 +69,13 @@ def test_files_of_what_is_committed_stay_whatever_the_error_is() -> None:
         manifest = decode_manifest(storage.get(MANIFEST_PATH, limit=1 << 20))
         before = [file.path for file in storage.list()]
         written = [Written(file.path, file.nbytes, cast("Any", file.digests)) for file in manifest.files]
-        assert (
-            after_writing(storage, rank, manifest.write_id, written, sent=True).clean_up(error).litter
-            is False
-        )
+        fate = fate_after(error, storage, rank, manifest.write_id, written=written, sent=True)
+        assert fate.litter is False
         assert [file.path for file in storage.list()] == before
+
+
+class NoFiles:
+    plan, items, columns = b"", ("m",), None
 
 
 class Root:
@@ -89,6 +83,9 @@ class Root:
 
     def __init__(self) -> None:
         self.given_up = 0
+
+    def assign(self, *_: object, **__: object) -> list[Assignment]:
+        return [Assignment(OTHER, b"", b"", [])]
 
     def commit(self, *_: object) -> None:
         raise CommitError("the parts do not make a whole")
@@ -101,10 +98,11 @@ def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
     storage, root = Annals("receipt"), Root()
 
     def run() -> None:
-        job = job_of(storage, SoloGroup())
-        with commit_turn(job, cast("Any", root), SAID, assigned(OTHER)) as commit:
-            commit.written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
-            commit.commit(["m"], None)
+        here = here_in(storage, SoloGroup(), cast("Any", root))
+        with here.rounds():
+            here.agree(SAID)
+            here.written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
+            here.commit(cast("Any", NoFiles()))
 
     with pytest.raises(CommitError, match="do not make a whole"):
         run()
