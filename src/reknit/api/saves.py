@@ -10,6 +10,7 @@ import weakref
 from contextlib import closing
 from functools import cache, partial
 from importlib import metadata as distributions
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from reknit.api.checks import (
@@ -59,49 +60,50 @@ def read_call(
     options: SaveOptions,
     group: AnyGroup | None,
     wrong: UsageError | None,
-    **more: Any,
+    *,
+    action: str = "save",
+    step: Any = None,
+    wait: Any = False,
+    overwrite: Any = False,
+    metadata: Any = None,
+    records: Mapping[str, str] = MappingProxyType({}),
 ) -> SaveTask:
     """Return the task of a call, checked, or with the error that all ranks will raise."""
-    acts, place = acting(group, options.comm), place_of(path)
-    recorder = Recorder("save" if more else "prepare", acts.group.rank, path=place.url)
+    acts, place, folder = acting(group, options.comm), place_of(path), ""
+    recorder = Recorder(action, acts.group.rank, path=place.url)
     task = SaveTask(
-        place=place, group=acts.group, ranks=acts.ranks, options=options, recorder=recorder, wrong=wrong
+        place=place,
+        group=acts.group,
+        ranks=acts.ranks,
+        options=options,
+        recorder=recorder,
+        overwrite=overwrite,
+        metadata={} if metadata is None else metadata,
+        wrong=wrong,
     )
-    if wrong is None:
-        try:
-            recipe(path)
-            check_state(state)
-            if more:
-                warn_of_loose_tensors(state)
-                _add_arguments(task, **more)
-            recorder.sinks = outlets_for(options.events)
-        except BaseException as error:  # Ctrl-C too: the other ranks wait for this one
-            task.wrong = error
+    if wrong is not None:
+        return task
+    try:
+        recipe(path)
+        check_state(state)
+        warn_of_loose_tensors(state)
+        check_metadata(task.metadata)
+        check_flag("wait", wait)
+        check_flag("overwrite", overwrite)
+        task.step = recorder.step = checked_step(step)
+        if options.promotions:
+            check_promotion(place.url, options, task.group.rank, overwrite=overwrite)
+        if (record := records.get(folder := folder_above(place.url))) is not None:
+            task.run = Run(partial(open_storage, folder), record)
+        for target in options.promotions:
+            to, record = place_of(target.path), records.get(folder_above(place_of(target.path).url))
+            task.promote_to.append((to.url, to.factory, target.bytes_per_s, record))
+        if task.group.rank == 0:
+            task.origin = _origin_of(task.group)
+        recorder.sinks = outlets_for(options.events)
+    except BaseException as error:  # Ctrl-C too: the other ranks wait for this one
+        task.wrong = error
     return task
-
-
-def _add_arguments(
-    task: SaveTask, *, step: Any, wait: Any, overwrite: Any, metadata: Any, records: Mapping[str, str]
-) -> None:
-    """Check the arguments of a save alone, and add them to its task.  Raises `ReknitError`."""
-    options, place = task.options, task.place
-    task.metadata, task.overwrite = {} if metadata is None else metadata, overwrite
-    check_metadata(task.metadata)
-    check_flag("wait", wait)
-    check_flag("overwrite", overwrite)
-    task.step = task.recorder.step = checked_step(step)
-    if options.promotions:
-        check_promotion(place.url, options, task.group.rank, overwrite=overwrite)
-    folder = folder_above(place.url)
-    if (record := records.get(folder)) is not None:
-        task.run = Run(partial(open_storage, folder), record)
-    copies = [(place_of(target.path), target.bytes_per_s) for target in options.promotions]
-    task.promote_to = [
-        (copy.url, copy.factory, bytes_per_s, records.get(folder_above(copy.url)))
-        for copy, bytes_per_s in copies
-    ]
-    if task.group.rank == 0:
-        task.origin = _origin_of(task.group)
 
 
 def _origin_of(group: Group) -> dict[str, Any]:
@@ -211,7 +213,8 @@ def save_in_run(
     )
     try:
         if wait:
-            task.after = _under_way(task)
+            url, saves = task.place.url, backgrounds_of(task.group)
+            task.after = [each for background in saves for each in background.under_way(url)]
             here = Here(task, _earlier.setdefault(task.group, EarlierSaves()))
             with closing(task):
                 with task.recorder.whole(), progress(task.recorder, start_thread, wanted=options.progress):
@@ -235,11 +238,6 @@ def save_in_run(
         pending = PendingSave(outcome)
         begun(pending)
     return pending
-
-
-def _under_way(task: SaveTask) -> list[SaveOutcome]:
-    """Return the saves of agents to the same place, which have to end before a save that waits."""
-    return [each for saves in backgrounds_of(task.group) for each in saves.under_way(task.place.url)]
 
 
 def _ended(here: Here) -> SaveOutcome:
@@ -323,7 +321,7 @@ def prepare(
 
     options, wrong = tried_options(options, SaveOptions)
     state = {} if state is None else state
-    task = read_call(path, state, options, group, wrong)
+    task = read_call(path, state, options, group, wrong, action="prepare")
     try:
         outcome = SaveOutcome(task.place.url, logged=False)
         outcome.asked = True  # it is raised here, so no later save needs to raise it

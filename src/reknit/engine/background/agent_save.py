@@ -18,8 +18,9 @@ from reknit.engine.background.promotions import AgentPromotions, agent_task
 from reknit.engine.memory.workers import SPAN_NBYTES, lay_out
 from reknit.engine.memory.write import ByteSource, Tuner
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.here import ASSIGN, EarlierSaves, Here, answer
+from reknit.engine.saving.here import ASSIGN, EarlierSaves, Here
 from reknit.engine.saving.packing import merge_claims
+from reknit.engine.saving.part import claims
 from reknit.engine.stored.promote import close_quietly
 from reknit.environment import cores_per_rank
 from reknit.errors import DeadlineError, typed
@@ -316,7 +317,10 @@ class WarmUp(AgentSave):
         with comm.turn(group, ASSIGN, timeout_s, merge=merge_claims, subject=subject, opens=True) as turn:
             if self.error is not None:
                 raise self.error
-            assigned = answer(turn, self.here.coordinator, group.rank, self.begin.claims)
+            requests, answers = turn.gather(claims(group.rank, self.begin.claims)), None
+            if requests is not None:
+                answers = self.here.coordinator.assign(None, requests)
+            assigned = turn.give(answers, round_messages.Assignment)
         self.send(messages.Assigned(self.number, assigned.shard_owners))
         with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=subject) as turn:
             self.wait_until(lambda: self._staged)

@@ -143,18 +143,32 @@ class Here:
             )
         with suppress(ReknitError):  # files that stay take space until the next save to this path
             clear_own_host(task.storage, task.group, self.write_id)
-        self._keep()
+        files, reuse, written = self._files, self._reuse, self.written
+        if isinstance(files, LiveFiles) and not self._alone:
+            self.earlier.keep_plans(self._claimed.plan, self._kept, files.plan, files.outline)
+        reuse.remember(written)
+        self.totals = SaveTotals(
+            nbytes=sum(file.nbytes for file in written),
+            num_files=len(written),
+            total_nbytes=self._outcome.total_nbytes,
+            reused_nbytes=reuse.nbytes,
+            warnings=tuple(self._outcome.warnings),
+        )
         self.blocked_s = monotonic() - begun
 
     def open(self) -> bool:
-        """Open the store; return whether it takes over files that did not change.
+        """Open the store, after the saves before; return whether it takes over files that did not change.
 
         Raises the error of the arguments.
         """
         task = self.task
         if task.wrong is not None:
             raise task.wrong
-        task.open()
+        if not hasattr(task, "storage"):
+            task.storage = task.place.open(task.options.durability, task.recorder)
+            task.recorder.path = task.storage.url
+        for save in task.after:
+            save.wait_over(task.options.timeout_s)
         return task.options.reuse and isinstance(task.storage, CopiesFiles)
 
     def assign(self, part: Part) -> Owners:
@@ -172,7 +186,10 @@ class Here:
         """Hold the round in which the save begins, and enter the one in which it ends."""
         task, committed = self.task, self.earlier.committed
         first = committed.beside(task.storage) is None
-        assigned = answer(self._turn, self.coordinator, task.group.rank, claimed, task=task, first=first)
+        requests, answers = self._turn.gather(claims(task.group.rank, claimed)), None
+        if requests is not None:
+            answers = self.coordinator.assign(task, requests, first=first)
+        assigned = self._turn.give(answers, messages.Assignment)
         committed.keep_found(task.storage, assigned.earlier)
         self.write_id, self._claimed, self._assigned = assigned.write_id, claimed, assigned
         self._enter(COMMIT, merge_receipts, self.write_id)
@@ -188,6 +205,11 @@ class Here:
         An agent passes the write id, as it writes before the round that assigns it.
         """
         task, write_id = self.task, write_id or self.write_id
+        meanwhile: Callable[[], None] | None = None
+        if self._alone and files.columns is not None:
+            meanwhile = partial(self.coordinator.encode_ahead, files.columns)
+        elif task.group.rank == 0 and self._tuner is None:
+            meanwhile = self.coordinator.import_ahead
         with self._writing, files.source(write_id, task.options.timeout_s) as source:
             self._reuse = Reuse(task, self.earlier.committed, write_id, files.listed)
             self.written += write_files(
@@ -197,7 +219,7 @@ class Here:
                 tuner=self._tuner or _tuner(task.options.threads, self._reuse.files),
                 recorder=task.recorder,
                 earlier=self._reuse if source.compares else None,
-                meanwhile=self._meanwhile(files),
+                meanwhile=meanwhile,
             )
 
     def commit(self, files: DataFiles) -> None:
@@ -241,27 +263,6 @@ class Here:
         turn = comm.turn(task.group, name, task.options.timeout_s, merge=merge, subject=subject, opens=opens)
         self._turn = self._round.enter_context(turn)
 
-    def _meanwhile(self, files: DataFiles) -> Callable[[], None] | None:
-        """Return the work for the index that the root can do while its files are written."""
-        if self._alone and files.columns is not None:
-            return partial(self.coordinator.encode_ahead, files.columns)
-        is_root = self.task.group.rank == 0 and self._tuner is None
-        return self.coordinator.import_ahead if is_root else None
-
-    def _keep(self) -> None:
-        """Keep the plans and the files of a save that is committed, for the next one."""
-        reuse, written, files = self._reuse, self.written, self._files
-        if isinstance(files, LiveFiles) and not self._alone:
-            self.earlier.keep_plans(self._claimed.plan, self._kept, files.plan, files.outline)
-        reuse.remember(written)
-        self.totals = SaveTotals(
-            nbytes=sum(file.nbytes for file in written),
-            num_files=len(written),
-            total_nbytes=self._outcome.total_nbytes,
-            reused_nbytes=reuse.nbytes,
-            warnings=tuple(self._outcome.warnings),
-        )
-
     def clean_up(self, error: BaseException) -> Fate:
         """Delete the files of this rank, unless they are part of a checkpoint, or may become so."""
         is_root = self.task.group.rank == 0
@@ -278,23 +279,6 @@ class Here:
                 for path in [*(file.path for file in self.written), *index]:
                     discard(storage, path)
         return fate
-
-
-def answer(
-    turn: comm.Turn,
-    coordinator: Coordinator,
-    rank: int,
-    claimed: messages.RankClaims,
-    *,
-    task: SaveTask | None = None,
-    first: bool = False,
-) -> messages.Assignment:
-    """Send the claims of a rank to the root, and return its answer; see `Coordinator.assign`."""
-    mine, answers = claims(rank, claimed), None
-    requests = turn.gather(mine)
-    if requests is not None:
-        answers = coordinator.assign(task, requests, first=first)
-    return turn.give(answers, messages.Assignment)
 
 
 def _tuner(threads: int | None, files: Sequence[Outgoing]) -> Tuner:

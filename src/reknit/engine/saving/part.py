@@ -414,11 +414,6 @@ class Part:
         self._copies = messages.NO_COPIES
 
     @property
-    def items(self) -> Sequence[str]:
-        """The items that the rank holds."""
-        return self.encoded.holdings.items
-
-    @property
     def needs_assignment(self) -> bool:
         """Whether there are shards whose other holders no framework records."""
         return bool(self.encoded.guessed)
@@ -478,7 +473,7 @@ def lay_out(part: Part, owners: Owners) -> LiveFiles:
         known = owners.outlines.get(owners.plan)
         return LiveFiles(
             plan=owners.plan,
-            items=part.items,
+            items=part.encoded.holdings.items,
             outline=known or part.outline(owners.of_claims),
             sources=part.sources,
             budget_nbytes=part.task.options.inflight_nbytes,

@@ -58,7 +58,7 @@ class SaveTask:
     overwrite: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    promote_to: Sequence[tuple[str, str | None, float | None, str | None]] = ()
+    promote_to: list[tuple[str, str | None, float | None, str | None]] = field(default_factory=list)
     run: Run | None = None
     ranks: Sequence[int] | None = None
     wrong: BaseException | None = None
@@ -66,14 +66,6 @@ class SaveTask:
     """The store of the place, in the process that writes the files."""
     after: Sequence[EarlierSave] = ()
     """Saves under way to the same place, which have to end before."""
-
-    def open(self) -> None:
-        """Open the store, unless it is open, and wait for the end of the saves before this one."""
-        if not hasattr(self, "storage"):
-            self.storage = self.place.open(self.options.durability, self.recorder)
-            self.recorder.path = self.storage.url
-        for save in self.after:
-            save.wait_over(self.options.timeout_s)
 
     def close(self) -> None:
         """Close the store, if it is open."""

@@ -173,13 +173,13 @@ class LocalStorage:
         """
         full = self._full(path)
         with translated("read", full):
-            return found_anew(full, lambda: read_whole(self._root, path, limit))
+            return found_anew(full, read_whole, self._root, path, limit)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         full = self._full(path)
         with translated("find", full):
-            found = found_anew(full, lambda: status_below(self._root, path, links=True))
+            found = found_anew(full, status_below, self._root, path, links=True)
         if not stat.S_ISREG(found.st_mode):
             raise StorageNotFoundError(f"{full} is not a regular file", path=full)
         return found.st_size
@@ -188,7 +188,7 @@ class LocalStorage:
         """Return the seconds since the last change of a file, by the clock of the file system."""
         full = self._full(path)
         with translated("find", full):
-            changed = found_anew(full, lambda: status_below(self._root, path, links=True)).st_mtime
+            changed = found_anew(full, status_below, self._root, path, links=True).st_mtime
         return max(0.0, moment_of(os.path.dirname(full)) - changed)
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
@@ -228,7 +228,7 @@ class LocalStorage:
         folder = os.path.dirname(full)
         with translated("delete", full):
             try:
-                found_anew(full, lambda: unlink_below(self._root, path))
+                found_anew(full, unlink_below, self._root, path)
             except (FileNotFoundError, NotADirectoryError):
                 return
             finally:
