@@ -1,4 +1,4 @@
-"""After an error of a save: which of its files does a rank delete, and may the root still commit?"""
+"""The files that a rank deletes after an error of a save, and those that the root may still commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts of a save can be switched off?  The pipeline, and the even division among replicas.
+"""Parts of a save that can be switched off: the pipeline, and the even division among replicas.
 
 The switches replace functions of reknit within this process, for saves that wait.
 """
