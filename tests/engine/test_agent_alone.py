@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     assert running == [False], "after the loss is reported, the arena may be filled: no agent may read it"
 
 
-def begun(number: int) -> AgentSave:
+def begun(number: int, send: Callable[[say.AgentMessage], bool] = lambda message: False) -> AgentSave:
     """Return a save that begins in an agent, whose messages nobody receives."""
     url, extra = "process://alone", b'{"origin": {}, "metadata": {}}'
     claims = RankClaims("0" * 32, None, b"", None, [])
@@ -127,7 +128,7 @@ def begun(number: int) -> AgentSave:
         number=number, url=url, factory=None, overwrite=False, options={}, extra=extra, claims=claims
     )
     task = task_at(ProcessMemory("alone"), SoloGroup(), SaveOptions())
-    return AgentSave(begin, task, lambda message: False, EarlierSaves(), Tuner(threads=1))
+    return AgentSave(begin, task, send, EarlierSaves(), Tuner(threads=1))
 
 
 def test_a_save_tells_what_made_it_fail_first() -> None:
@@ -136,6 +137,25 @@ def test_a_save_tells_what_made_it_fail_first() -> None:
     agent_save.fail(AgentError("the trainer is gone"))
     assert agent_save.error is not None
     assert agent_save.error.message == "the disk is full"
+
+
+def test_a_save_that_fails_ends_after_its_arena_is_free() -> None:
+    sent, end = list[str](), threading.Event()
+
+    def receive(message: say.AgentMessage) -> bool:
+        if isinstance(message, say.ArenaFree):
+            assert not end.wait(0.2), "the trainer forgets a save with its end"
+        sent.append(type(message).__name__)
+        if isinstance(message, say.SaveDone):
+            end.set()
+        return True
+
+    save = begun(0, receive)
+    save.fail(AgentError("the trainer is gone"))
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(save.commit), pool.submit(save.write, None)]:
+            ended.result(LIMIT_S)
+    assert sent == ["ArenaFree", "SaveDone"]
 
 
 def test_the_bytes_of_a_file_are_written_when_the_trainer_has_staged_them() -> None:

@@ -25,10 +25,12 @@ from reknit.engine.background.session import AgentSession
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.storage.registry import recipe, register
+from reknit.storage.base import CopiesFiles
+from reknit.storage.registry import open_storage, recipe, register
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
 from tests.faults.nursery import agent_of, agents_of, wait_until
+from tests.running.cases import one_by_one
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -563,6 +565,12 @@ def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
     assert recipe("folder/x").url == str(Path("folder/x").absolute())
     register("elsewhere", open_elsewhere)
     assert recipe("elsewhere://x") == ("elsewhere://x", True, f"{__name__}:open_elsewhere")
+
+
+def test_a_trainer_knows_what_its_agent_can_take_over_without_opening_the_store(tmp_path: Path) -> None:
+    for url in one_by_one([str(tmp_path), f"file://{tmp_path}", "mem://x", "process://x"]):
+        storage = open_storage(url)
+        assert recipe(url).copies_files("process") == isinstance(storage, CopiesFiles)
 
 
 def open_elsewhere(url: str, durability: str) -> ProcessMemory:

@@ -1,15 +1,19 @@
-"""The files that a rank deletes after an error of a save, and those that the root may still commit."""
+"""The files that a rank deletes after an error of a save, and the files that stay for the root."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 
 from reknit.comm.group import Group, SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
-from reknit.engine.memory.write import Tuner, Written, write_bytes
+from reknit.engine.memory.write import ByteSource, Tuner, Written, write_bytes
 from reknit.engine.messages import Assignment, RankClaims
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.here import EarlierSaves, Here
@@ -23,6 +27,13 @@ from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from reknit.engine.stored.commit import Fate
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+    from reknit.engine.memory.workers import Arena
 
 OTHER = "0123456789abcdef" * 2
 SAID = RankClaims("", None, b"", None, [])
@@ -82,7 +93,7 @@ class Root:
     """A coordinator that refuses to commit, and counts the calls of `give_up`."""
 
     def __init__(self) -> None:
-        self.given_up = 0
+        self.given_up, self.gave_up = 0, threading.Event()
 
     def assign(self, *_: object, **__: object) -> list[Assignment]:
         return [Assignment(OTHER, b"", b"", [])]
@@ -92,6 +103,7 @@ class Root:
 
     def give_up(self) -> None:
         self.given_up += 1
+        self.gave_up.set()
 
 
 def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
@@ -107,4 +119,40 @@ def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
     with pytest.raises(CommitError, match="do not make a whole"):
         run()
     assert root.given_up == 1
+    assert list(storage.list()) == []
+
+
+class Late(ByteSource):
+    """A data file whose piece comes only when the root gives the save up."""
+
+    plan, items, columns, listed = b"", ("m",), None, (("m", 0, 4),)
+
+    def __init__(self, root: Root) -> None:
+        self.begun, self.root = threading.Event(), root
+
+    def source(self, write_id: str, timeout_s: float) -> AbstractContextManager[ByteSource]:
+        return nullcontext(self)
+
+    def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        self.begun.set()
+        assert self.root.gave_up.wait(30)
+        return np.frombuffer(b"data", np.uint8)
+
+
+def test_a_file_that_another_thread_still_writes_is_deleted_when_it_is_there() -> None:
+    storage, root = Annals("receipt"), Root()
+    here, files = here_in(storage, SoloGroup(), cast("Any", root)), cast("Any", Late(root))
+
+    def run(pool: ThreadPoolExecutor) -> None:
+        with here.rounds():
+            here.agree(SAID)
+            writing.append(pool.submit(here.write, files))
+            assert files.begun.wait(30)
+            raise CommError("no answer came")
+
+    writing: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(CommError, match="no answer came"):
+            run(pool)
+        assert writing[0].done(), "the agent reports the end of a save when its arena is free"
     assert list(storage.list()) == []

@@ -128,11 +128,10 @@ class StoreRecipe(NamedTuple):
     def copies_files(self, durability: Durability) -> bool:
         """Return whether the store can copy files of an earlier checkpoint.
 
-        Only a store of another package is opened for that.
+        Only a store of another package is opened for that; those of this module can.
         """
-        factory = factories.get(_scheme(self.url) or "file")
-        if getattr(factory, "__module__", "") == __name__:
-            return factory is not _open_memory
+        if getattr(factories.get(_scheme(self.url) or "file"), "__module__", "") == __name__:
+            return True
         with closing(open_storage(self.url, durability=durability)) as storage:
             return getattr(storage, "copy_from", None) is not None
 
