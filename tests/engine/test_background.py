@@ -585,4 +585,4 @@ def test_saves_that_are_lost_with_their_process_have_failed(monkeypatch: pytest.
     saves.at_exit()
     assert isinstance(promoted.error, reknit.errors.AgentError)
     assert promoted.over()
-    assert promoted.unasked
+    assert promoted.unread

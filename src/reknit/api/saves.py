@@ -324,7 +324,7 @@ def prepare(
     task = read_call(path, state, options, group, wrong, action="prepare")
     try:
         outcome = SaveOutcome(task.place.url, logged=False)
-        outcome.asked = True  # it is raised here, so no later save needs to raise it
+        outcome.is_read = True  # it is raised here, so no later save needs to raise it
         driver.prepare(state, task, AtAgent(task, _background_of(task), outcome))
         outcome.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
     except ReknitError as error:

@@ -294,7 +294,7 @@ class AtAgent:
             self._background.supervisor.give_up(self._number)
         self.outcome.end(ended, partial(log_failure, self.outcome, ended))
         if not isinstance(ended, Exception):
-            self.outcome.asked = True  # it is raised here, so the next save need not raise it
+            self.outcome.is_read = True  # it is raised here, so the next save need not raise it
             raise ended from (None if ended is error else error)
 
 

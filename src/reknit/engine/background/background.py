@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reknit.options import SaveOptions
 
 
-class UnaskedSaves:
+class UnreadSaves:
     """The saves of this process whose failures are printed at its end, unless somebody asks for them before.
 
     The exit status of a process with such a failure is not 0, so that launchers and shells see it, too.
@@ -43,14 +43,14 @@ class UnaskedSaves:
     def watch(self, save: SaveOutcome) -> None:
         """Watch a save that begins."""
         with self._lock:
-            self._saves = [*(each for each in self._saves if each.unasked or not each.over()), save]
+            self._saves = [*(each for each in self._saves if each.unread or not each.over()), save]
             if not self._watching:
                 self._watching = True
                 at_very_end(self.report)
 
     def report(self) -> None:
         """Print the failures that nobody asked for, and end this process with a status other than 0."""
-        failed = [save for save in self._saves if save.unasked]
+        failed = [save for save in self._saves if save.unread]
         if failed:
             self._saves = []
             lines = ["reknit: this process ends with an error, since nobody has asked for the results of"]
@@ -62,8 +62,8 @@ class UnaskedSaves:
             end_with_failure()
 
 
-unasked_saves = UnaskedSaves()
-os.register_at_fork(after_in_child=unasked_saves.reset)
+unread_saves = UnreadSaves()
+os.register_at_fork(after_in_child=unread_saves.reset)
 
 
 logger = logging.getLogger("reknit")
@@ -108,13 +108,13 @@ class Background:
 
         Only one thread at a time is in such a block.  Raises `DeadlineError`, and `UsageError` in a block.
         """
-        if options.on_error == "raise" and not save.asked:
-            unasked_saves.watch(save)
+        if options.on_error == "raise" and not save.is_read:
+            unread_saves.watch(save)
         with self._saving.taken(options.timeout_s):
             self._watch_exit()
             with self._lock:
                 keep = options.on_error == "raise"
-                self.pending = [p for p in self.pending if not p.over() or (keep and p.unasked)]
+                self.pending = [p for p in self.pending if not p.over() or (keep and p.unread)]
                 self.pending.append(save)
                 self._begun = save
             self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
@@ -166,7 +166,7 @@ class Background:
     def raise_unread_errors(self, exclude: SaveOutcome) -> None:
         """Raise the error of a save or promotion, except `exclude`, whose outcome nobody has requested."""
         with self._lock:
-            failed = [pending for pending in self.pending if pending.unasked and pending is not exclude]
+            failed = [pending for pending in self.pending if pending.unread and pending is not exclude]
         for pending in failed:
             pending.result()
             if pending.promotion is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine.background import messages
 from reknit.engine.reports import PromotionReport, SaveReport
-from reknit.engine.stored.agents import unread
+from reknit.engine.stored.agents import unanswered
 from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
 from reknit.events.phase import Stopwatch, monotonic, now
 from reknit.events.records import PhaseRecord, record_of
@@ -109,7 +109,7 @@ class TrainerSave:
         self.pending.step = recorder.step
         self.promotes = bool(begin.promote_to)
         if not (begin.warm_up or self.link.in_process):
-            unread[self] = [begin.url, *(url for url, *_ in begin.promote_to)]
+            unanswered[self] = [begin.url, *(url for url, *_ in begin.promote_to)]
         self.link.send(begin)
         self._recorder = self.unrecorded = recorder
 
@@ -159,7 +159,7 @@ class TrainerSave:
             if self._recorder is not None:
                 self._recorder.pass_on(map(record_of, message.records))
             return
-        unread.pop(self, None)
+        unanswered.pop(self, None)
         with self._changed:
             if isinstance(message, messages.Assigned):
                 self._owners = message.shard_owners
@@ -248,7 +248,7 @@ class TrainerSave:
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and log its outcome once, since the user may never request it."""
-        unread.pop(self, None)
+        unanswered.pop(self, None)
         self._record_end(outcome)
         self.pending.end(outcome, partial(self._log, outcome))
 
