@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reknit.engine.background.messages import Circumstances
+    from reknit.engine.background.messages import ProcessContext
     from reknit.engine.memory.workers import Arena
     from reknit.engine.saving.task import SaveTask
     from reknit.errors import ReknitError
@@ -327,15 +327,27 @@ class WarmUp(AgentSave):
             turn.arrive()
 
 
-class ContextSwitch:
-    """The circumstances of an agent's process, which are set to those of each save that begins."""
+class AgentState:
+    """Makes the saves of one agent, with the state that they share."""
 
-    def __init__(self) -> None:
-        self._current: Circumstances | None = None
-        self._due: Circumstances | None = None
+    def __init__(self, send: Callable[[messages.AgentMessage], bool]) -> None:
+        self._send = send
+        self._earlier = EarlierSaves(Coordinator())
+        self._context: ProcessContext | None = None
+        self._due: ProcessContext | None = None
+        self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
 
-    def adapt(self, due: Circumstances | None, earlier: Sequence[AgentSave], timeout_s: float) -> None:
-        """Set the circumstances of a save that begins; None keeps those of the save before.
+    def save(
+        self, begin: messages.Begin, options: SaveOptions, group: comm.Group, earlier: Sequence[AgentSave]
+    ) -> AgentSave:
+        """Return a save that the trainer has begun after the `earlier` saves.  Raises `ReknitError`."""
+        self.adapt(begin.context, earlier, options.timeout_s)
+        task = agent_task(begin, options, group, self._send)
+        kind = WarmUp if begin.warm_up else AgentSave
+        return kind(begin, task, self._send, self._earlier, self._tuner(begin.url, options))
+
+    def adapt(self, due: ProcessContext | None, earlier: Sequence[AgentSave], timeout_s: float) -> None:
+        """Set the context of this process to that of a save that begins; None keeps those of the save before.
 
         `earlier` are the saves under way.  They are committed first, and another umask also waits for
         their promotions.  If the umask stays, promotions go on, since their stores are open.  Raises
@@ -344,7 +356,7 @@ class ContextSwitch:
         self._due = due or self._due
         if self._due is None:
             return
-        promoted = self._current is not None and self._current.umask != self._due.umask
+        promoted = self._context is not None and self._context.umask != self._due.umask
         deadline = Deadline(timeout_s)
         for save in earlier:
             if not save.wait(deadline.remaining(), promoted=promoted):
@@ -355,30 +367,11 @@ class ContextSwitch:
                     remedy="change it when no save or promotion is under way, or raise timeout_s",
                 )
         for save in earlier:
-            # While this process has the circumstances that these stores need.
+            # While this process has the context that these stores need.
             for store in save.promotions.stores if save.promotes else ():
                 store.open_ahead()
-        messages.take(self._due, self._current)
-        self._current, self._due = self._due, None
-
-
-class AgentState:
-    """Makes the saves of one agent, with the state that they share."""
-
-    def __init__(self, send: Callable[[messages.AgentMessage], bool]) -> None:
-        self._send = send
-        self._earlier = EarlierSaves(Coordinator())
-        self._adapting = ContextSwitch()
-        self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
-
-    def save(
-        self, begin: messages.Begin, options: SaveOptions, group: comm.Group, earlier: Sequence[AgentSave]
-    ) -> AgentSave:
-        """Return a save that the trainer has begun after the `earlier` saves.  Raises `ReknitError`."""
-        self._adapting.adapt(begin.circumstances, earlier, options.timeout_s)
-        task = agent_task(begin, options, group, self._send)
-        kind = WarmUp if begin.warm_up else AgentSave
-        return kind(begin, task, self._send, self._earlier, self._tuner(begin.url, options))
+        messages.adopt(self._due, self._context)
+        self._context, self._due = self._due, None
 
     def _tuner(self, url: str, options: SaveOptions) -> Tuner:
         """Return the tuner for stores of this kind, with its earlier measurements."""

@@ -248,7 +248,7 @@ class AtAgent:
             coordinate=task.recorder.coordinate,
             record=None if task.run is None else task.run.record,
             sends_events=not all(sink.everywhere for sink in task.recorder.sinks),
-            circumstances=self.session.new_circumstances(save, task.options.timeout_s),
+            context=self.session.new_context(save, task.options.timeout_s),
         )
 
     def _planned(self, files: LiveFiles, lease: Lease) -> messages.Planned:

@@ -21,7 +21,7 @@ from reknit.system import identity, socket_pair, start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.engine.background.messages import Circumstances
+    from reknit.engine.background.messages import ProcessContext
     from reknit.processes.channel import ReceivedMessage
 
 _REAP_S = 10.0
@@ -53,8 +53,8 @@ class AgentLink:
         self._quitting = False
         self._process: subprocess.Popen[bytes] | None = None
         self.in_process = in_process
-        self.circumstances: Circumstances | None = None
-        """The circumstances of the last save that the agent received."""
+        self.context: ProcessContext | None = None
+        """The process context of the last save that the agent received."""
         self._identity = identity()
         self._answered = threading.Condition()
         self._answers: list[messages.Listening | messages.Joined] = []
@@ -93,7 +93,7 @@ class AgentLink:
             gone = AgentError(f"the other end of the agent's socket is gone: {error}")
             raise (self.gone or gone) from error
         if isinstance(message, messages.Begin):
-            self.circumstances = message.circumstances or self.circumstances
+            self.context = message.context or self.context
 
     def require_same_identity(self) -> None:
         """Raise `AgentError` if this process has changed its user or root folder since the agent began."""

@@ -13,7 +13,7 @@ from reknit.engine import messages as round_messages
 from reknit.engine.background import messages
 from reknit.engine.background.lanes import places, side_group, where_of
 from reknit.engine.background.link import AgentLink
-from reknit.engine.background.messages import Circumstances, here
+from reknit.engine.background.messages import ProcessContext, process_context
 from reknit.engine.background.trainer_save import TrainerSave
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import PLANS_KEPT, keep_latest
@@ -147,14 +147,14 @@ class AgentSession:
         self.saves[number] = save
         return save
 
-    def new_circumstances(self, save: TrainerSave, timeout_s: float) -> Circumstances | None:
-        """Return the circumstances of a save if its agent has others.
+    def new_context(self, save: TrainerSave, timeout_s: float) -> ProcessContext | None:
+        """Return the process context of a save if its agent has another one.
 
         The agent sets them when all earlier saves are committed.  Until then it receives no message, so the
-        earlier saves are staged first.  Raises `AgentError` for circumstances that cannot be sent.
+        earlier saves are staged first.  Raises `AgentError` for a context that cannot be sent.
         """
         self.link.require_same_identity()
-        if self.link.in_process or (now := here()) == self.link.circumstances:
+        if self.link.in_process or (now := process_context()) == self.link.context:
             return None
         for other in list(self.saves.values()):
             if other is not save:

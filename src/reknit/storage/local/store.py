@@ -271,8 +271,8 @@ class LocalStorage:
         return self._walk(folder, prefix)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[Listed]:
-        # Files first: those of a checkpoint are not deep, so a reader that looks for them sees them early.
-        for name, found in sorted(entries(folder), key=lambda entry: stat.S_ISDIR(entry[1].st_mode)):
+        folders: list[tuple[str, str]] = []
+        for name, found in entries(folder):
             path = f"{prefix}/{name}" if prefix else name
             if stat.S_ISLNK(found.st_mode):
                 with suppress(OSError):  # a link without a target
@@ -282,7 +282,10 @@ class LocalStorage:
             elif stat.S_ISREG(found.st_mode):
                 yield Listed(path, found.st_size)
             elif stat.S_ISDIR(found.st_mode):
-                yield from self._walk(os.path.join(folder, name), path)
+                folders.append((os.path.join(folder, name), path))
+        # Files first: those of a checkpoint are not deep, so a reader that looks for them sees them early.
+        for below, path in folders:
+            yield from self._walk(below, path)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, check_path(path, self._root))
