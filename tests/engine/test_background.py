@@ -557,10 +557,10 @@ def test_a_save_that_may_not_begin_leaves_the_next_one_of_its_new_layout_well() 
 
 
 def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
-    assert not recipe("gated://x").elsewhere
-    assert not recipe("process://x").elsewhere
+    assert not recipe("gated://x").agents_can_open
+    assert not recipe("process://x").agents_can_open
     assert recipe("mem://x") == ("mem://x", True, None)
-    assert recipe("/tmp/x").elsewhere
+    assert recipe("/tmp/x").agents_can_open
     assert recipe("file:///tmp/x").factory is None
     assert recipe("folder/x").url == str(Path("folder/x").absolute())
     register("elsewhere", open_elsewhere)

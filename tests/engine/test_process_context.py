@@ -177,13 +177,13 @@ def test_a_class_that_was_registered_with_fsspec_is_registered_by_the_agent(tmp_
 
 
 def test_settings_of_fsspec_that_only_this_process_has_keep_its_saves_here() -> None:
-    assert recipe("ftp://x").elsewhere
+    assert recipe("ftp://x").agents_can_open
     fsspec.config.conf["ftp"] = {"session": object()}
-    assert not recipe("ftp://x").elsewhere
-    assert not recipe("seen://x").elsewhere, "its factory may use fsspec"
-    assert recipe("/folder").elsewhere
+    assert not recipe("ftp://x").agents_can_open
+    assert not recipe("seen://x").agents_can_open, "its factory may use fsspec"
+    assert recipe("/folder").agents_can_open
     fsspec.config.conf["ftp"] = {"ports": (1, 2)}
-    assert not recipe("ftp://x").elsewhere, "a list would come of it"
+    assert not recipe("ftp://x").agents_can_open, "a list would come of it"
 
 
 def test_a_factory_whose_module_no_other_process_finds_is_used_here(
@@ -200,7 +200,7 @@ def test_a_factory_whose_module_no_other_process_finds_is_used_here(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "found_once.py").touch()
     sys.path.insert(0, str(tmp_path / "other"))
-    assert not recipe("once://x").elsewhere, "the agent would find another module of that name"
+    assert not recipe("once://x").agents_can_open, "the agent would find another module of that name"
 
 
 def test_a_save_is_refused_when_its_agent_is_another_user(

@@ -42,7 +42,7 @@ def test_a_token_that_is_renewed_between_saves_is_what_the_agents_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"by-token:/{tmp_path}"
-    assert recipe(f"{url}/0").elsewhere
+    assert recipe(f"{url}/0").agents_can_open
     for step, token in enumerate(["a", "b", "b", "a", None]):
         if token is None:
             monkeypatch.delenv("AWS_SESSION_TOKEN")

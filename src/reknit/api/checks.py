@@ -204,7 +204,7 @@ def place_of(path: str | PathLike[str]) -> StoreRecipe:
     try:
         return recipe(path)
     except ReknitError:
-        return StoreRecipe(readable(str(path)), elsewhere=True)
+        return StoreRecipe(readable(str(path)), agents_can_open=True)
 
 
 def open_places(path: str | PathLike[str], options: LoadOptions, last: ExitStack) -> list[Storage]:
@@ -297,7 +297,7 @@ def agents_for(
     No agent starts without places, or if no other process can open one of them.  After Ctrl-C during the
     start, the first round of the block fails on the other ranks.
     """
-    if not places or not all(place_of(place).elsewhere for place in places):
+    if not places or not all(place_of(place).agents_can_open for place in places):
         yield
         return
     with raised_on_all_ranks(group, first_round, options.timeout_s):

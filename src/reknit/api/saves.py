@@ -268,7 +268,7 @@ def _save_at_agent(state: Mapping[str, Any], task: SaveTask) -> SaveOutcome:
 def _background_of(task: SaveTask) -> Background:
     """Return the background saves for a task: in the trainer if no other process can open its stores."""
     places = [task.place.url, *(target.path for target in task.options.promotions)]
-    return background_of(task.group, in_process=not all(place_of(place).elsewhere for place in places))
+    return background_of(task.group, in_process=not all(place_of(place).agents_can_open for place in places))
 
 
 def _promote_now(outcome: SaveOutcome, task: SaveTask, here: Here) -> None:

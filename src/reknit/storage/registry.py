@@ -110,7 +110,7 @@ def following(storage: Storage) -> Storage:
 
 
 class StoreRecipe(NamedTuple):
-    """The way in which another process of this machine opens a store; `elsewhere` is False if none can.
+    """The way in which another process of this machine opens a store; `agents_can_open` is False if none can.
 
     `url` does not depend on the working folder.  `factory` names a factory that only this process has
     registered, for `adopt`: ``module:function``, or ``protocol=module:class`` for each protocol of fsspec in
@@ -118,7 +118,7 @@ class StoreRecipe(NamedTuple):
     """
 
     url: str
-    elsewhere: bool
+    agents_can_open: bool
     factory: str | None = None
 
     def open(self, durability: Durability, recorder: Recorder) -> Storage:
@@ -141,15 +141,15 @@ def recipe(url: str | os.PathLike[str]) -> StoreRecipe:
     text = _text(url)
     scheme = _scheme(text)
     if scheme is None:
-        return StoreRecipe(check_readable(absolute(_expand(text))), elsewhere=True)
+        return StoreRecipe(check_readable(absolute(_expand(text))), agents_can_open=True)
     factory = factories.get(scheme)
     if getattr(factory, "__module__", "") == __name__ or scheme in plugins.STORAGE:
-        return StoreRecipe(text, elsewhere=True)
+        return StoreRecipe(text, agents_can_open=True)
     if factory is None:
         return _recipe_of_others(scheme, text)
     reference = reference_of(factory)
-    elsewhere = reference is not None and fsspec_config() is not None
-    return StoreRecipe(text, elsewhere=elsewhere, factory=reference if elsewhere else None)
+    agents_can_open = reference is not None and fsspec_config() is not None
+    return StoreRecipe(text, agents_can_open=agents_can_open, factory=reference if agents_can_open else None)
 
 
 def adopt(url: str, factory: str) -> None:
@@ -168,13 +168,13 @@ def _recipe_of_others(scheme: str, url: str) -> StoreRecipe:
     """Return the recipe of a URL that a library opens for a scheme which nobody has registered here."""
     makers = plugins.find(ENTRY_POINTS, plugins.ANY).makers_of(scheme, url)
     if makers is None:
-        return StoreRecipe(url, elsewhere=True)  # an entry point opens it, or nothing
+        return StoreRecipe(url, agents_can_open=True)  # an entry point opens it, or nothing
     references = [(protocol, None if maker is None else reference_of(maker)) for protocol, maker in makers]
-    elsewhere = fsspec_config() is not None and all(reference is not None for _, reference in references)
-    if not elsewhere and scheme not in plugins.installed(ENTRY_POINTS):
-        return StoreRecipe(url, elsewhere=False)
+    known = fsspec_config() is not None and all(reference is not None for _, reference in references)
+    if not known and scheme not in plugins.installed(ENTRY_POINTS):
+        return StoreRecipe(url, agents_can_open=False)
     named = " ".join(f"{protocol}={reference}" for protocol, reference in references)
-    return StoreRecipe(url, elsewhere=True, factory=named if elsewhere else None)
+    return StoreRecipe(url, agents_can_open=True, factory=named if known else None)
 
 
 def reference_of(maker: object) -> str | None:

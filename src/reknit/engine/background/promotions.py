@@ -65,7 +65,7 @@ def agent_task(
     )
     extra["run"] = run_of(begin.url, begin.factory, begin.record, options)
     task = SaveTask(
-        place=StoreRecipe(begin.url, elsewhere=True, factory=begin.factory),
+        place=StoreRecipe(begin.url, agents_can_open=True, factory=begin.factory),
         group=group,
         options=options,
         recorder=recorder,
