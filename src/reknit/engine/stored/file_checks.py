@@ -19,7 +19,7 @@ from reknit.format.file_table import with_table
 from reknit.format.msgpack_reader import file_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from mmap import mmap
 
     from reknit.storage.base import Storage
@@ -89,6 +89,17 @@ def check_size(storage: Storage, file: FileEntry, replicas: Sequence[Storage] = 
     except (CorruptError, StorageError):
         if not any(_has(replica, file) for replica in replicas):
             raise
+
+
+def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence[Storage] = ()) -> list[str]:
+    """Name the files that are missing or have another size than in the manifest, on `replicas` too."""
+    found = []
+    for file in files:
+        try:
+            check_size(storage, file, replicas)
+        except CorruptError as error:
+            found.append(error.message)
+    return found
 
 
 def _has(storage: Storage, file: FileEntry) -> bool:
