@@ -23,7 +23,6 @@ from reknit.engine.loading import load as load_story
 from reknit.engine.loading.task import LoadTask
 from reknit.engine.reports import logged
 from reknit.engine.stored.places import Replicas
-from reknit.engine.stored.renaming import split_transforms
 from reknit.events.phase import Recorder, Stopwatch
 from reknit.events.to_file import outlets_for
 from reknit.keywords import checked_call
@@ -117,7 +116,10 @@ def read_call(
     """
     check_state(state)
     lenient = lenient_patterns(strict)
-    split_transforms(options)
+    if options.transforms:
+        from reknit.engine.stored.renaming import split_transforms
+
+        split_transforms(options)
     part = part_of(state, items)
     storage, *others = open_places(path, options, last)
     recorder = Recorder("load", ranks.group.rank, None, storage.url, outlets_for(options.events))

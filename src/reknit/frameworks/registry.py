@@ -18,9 +18,7 @@ from reknit.frameworks import custom
 from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter, setter
 from reknit.frameworks.stateful import StatefulAdapter
-from reknit.frameworks.walk.save_walk import Saving
 from reknit.frameworks.walk.walk import OnMatch, Place, World
-from reknit.frameworks.walk.walk_cache import WalkCache
 from reknit.keywords import is_text
 
 if TYPE_CHECKING:
@@ -28,12 +26,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from reknit.frameworks.walk import Adapter
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Arrays
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings
     from reknit.types.wanted import Wanted
-
-_walk_cache = WalkCache()
 
 
 def collect(
@@ -49,11 +46,15 @@ def collect(
     # Frameworks of users, and extensions for torch's objects, may store any of these objects in another way.
     if custom.adapters() or make().extensions or not signers:
         return make().walk()
-    return _walk_cache.collect(make, signers[0])
+    from reknit.frameworks.walk.walk_cache import walk_cache  # a load needs none of it
+
+    return walk_cache.collect(make, signers[0])
 
 
 def saving(state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None) -> Saving:
     """Return a walk through a state that collects its shards and values once."""
+    from reknit.frameworks.walk.save_walk import Saving
+
     return Saving(_checked(state), _world(rank, size, ranks), *_known())
 
 

@@ -14,7 +14,6 @@ from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
 from reknit.engine.memory.devices import Transfer
 from reknit.engine.memory.workers import Gate, run_jobs
 from reknit.engine.stored.file_checks import check_size, corrupt_block
-from reknit.engine.stored.hints import of_others
 from reknit.environment import num_threads
 from reknit.errors import (
     CorruptError,
@@ -103,6 +102,8 @@ class Repairer:
 
         If no replica has them, raises `error`, which names the tried replicas.
         """
+        from reknit.engine.stored.hints import of_others  # most blocks are sound
+
         tried = []
         for replica in self._replicas:
             data, fault = self._read(replica, path, block)

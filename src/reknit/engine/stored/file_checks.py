@@ -6,16 +6,15 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from reknit.engine.stored.hints import of_others
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
     DeadlineError,
+    ReknitError,
     StorageError,
     StorageNotFoundError,
 )
 from reknit.format.checksum import digest
-from reknit.format.file_table import with_table
 from reknit.format.msgpack_reader import file_memory
 
 if TYPE_CHECKING:
@@ -41,41 +40,50 @@ def read_checked(
 
     If it cannot be read here, it is taken from the first of `replicas` that has it.  Raises `CorruptError`.
     """
-    return first_sound(storage, replicas, lambda place: bytes(_read(place, file, block_nbytes, bytearray)))
+    try:
+        return bytes(_read(storage, file, block_nbytes, bytearray))
+    except UNSOUND as error:
+        return from_replica(error, replicas, lambda place: bytes(_read(place, file, block_nbytes, bytearray)))
 
 
 def read_once(
     storage: Storage, file: FileEntry, block_nbytes: int, replicas: Sequence[Storage] = ()
 ) -> bytearray | mmap:
     """Return a whole file of values as `read_checked` does, in memory that `decode_blobs` gives back."""
-    return first_sound(storage, replicas, lambda place: _read(place, file, block_nbytes, file_memory))
+    try:
+        return _read(storage, file, block_nbytes, file_memory)
+    except UNSOUND as error:
+        return from_replica(error, replicas, lambda place: _read(place, file, block_nbytes, file_memory))
 
 
 def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> Manifest:
     """Return a manifest with all files: those too that its index lists, which is then read and checked."""
     if manifest.table is None:
         return manifest
+    from reknit.format.file_table import with_table
+
     return with_table(manifest, read_checked(storage, manifest.index, manifest.block_nbytes, replicas))
 
 
-def first_sound(storage: Storage, replicas: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
-    """Return the result of `read` at the store or the first sound replica; else raise the first error."""
-    try:
-        return read(storage)
-    except UNSOUND as error:
-        for replica in replicas:
-            with suppress(*UNSOUND):  # a replica that fails does not replace it
-                found = read(replica)
-                logger.warning("%s: taken from the replica %s", error.message, replica.url)
-                return found
-            error.message += of_others(replica)
-        raise
+def from_replica(error: ReknitError, replicas: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
+    """Return the result of `read` at the first sound replica; else raise the `error` of the store."""
+    from reknit.engine.stored.hints import of_others  # most files are sound
+
+    for replica in replicas:
+        with suppress(*UNSOUND):  # a replica that fails does not replace it
+            found = read(replica)
+            logger.warning("%s: taken from the replica %s", error.message, replica.url)
+            return found
+        error.message += of_others(replica)
+    raise error
 
 
 def _read(storage: Storage, file: FileEntry, block_nbytes: int, new: Callable[[int], Memory]) -> Memory:
     check_size(storage, file)
     memory = new(file.nbytes)
-    read_blocks(storage, file, 0, memoryview(memory), block_nbytes)
+    view = memoryview(memory)
+    storage.read_into(file.path, 0, [view])
+    check_blocks(storage, file, 0, view, block_nbytes)
     return memory
 
 
@@ -129,6 +137,11 @@ def _check_own_size(storage: Storage, file: FileEntry) -> None:
 def read_blocks(storage: Storage, file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
     """Read whole blocks, from byte `start` on, into `data`.  Raises `CorruptError` when one is damaged."""
     storage.read_into(file.path, start, [data])
+    check_blocks(storage, file, start, data, block_nbytes)
+
+
+def check_blocks(storage: Storage, file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
+    """Raise `CorruptError` when a block in `data`, which begins at byte `start` of a file, is damaged."""
     for k in range(0, len(data), block_nbytes):
         number = (start + k) // block_nbytes
         if digest(data[k : k + block_nbytes]) != file.digests[number]:

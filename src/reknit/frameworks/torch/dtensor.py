@@ -117,7 +117,7 @@ class MeshCut(NamedTuple):
 def is_dtensor(value: Any) -> bool:
     """Return whether this is a DTensor, torch's or veScale's, without an import of their modules."""
     kind: Any = type(value)
-    return _is_dtensor(kind)
+    return kind is not torch.Tensor and _is_dtensor(kind)
 
 
 @lru_cache(maxsize=256)
