@@ -455,7 +455,7 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
     others = list(dict.fromkeys(requests[1:]))
     places = {file.path: number for number, file in enumerate(checkpoint.manifest.files)}
     files = np.array([places[path] for path in index.files], np.int64)
-    blocks = blocks_for(index, files, [taken[request] for request in others])
+    blocks = blocks_for(index, files, [taken[request] for request in others]) if others else []
     alike = _alike([(request, rank.boxes) for request, rank in zip(requests, asked, strict=True)])
     rows = {request: messages.Answer(own, alike) for request, own in zip(others, blocks, strict=True)}
     return Handout(
