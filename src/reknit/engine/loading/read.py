@@ -102,10 +102,12 @@ class Repairer:
 
         If no replica has them, raises `error`, which names the tried replicas.
         """
-        from reknit.engine.stored.hints import of_others  # most blocks are sound
-
         tried = []
         for replica in self._replicas:
+            from reknit.engine.stored.hints import (
+                of_others,
+            )  # not where there are none: most blocks are sound
+
             data, fault = self._read(replica, path, block)
             if not fault:
                 self._note(path, replica, error)

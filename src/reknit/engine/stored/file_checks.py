@@ -67,9 +67,9 @@ def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Stor
 
 def from_replica(error: ReknitError, replicas: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
     """Return the result of `read` at the first sound replica; else raise the `error` of the store."""
-    from reknit.engine.stored.hints import of_others  # most files are sound
-
     for replica in replicas:
+        from reknit.engine.stored.hints import of_others  # not where there are none: most files are sound
+
         with suppress(*UNSOUND):  # a replica that fails does not replace it
             found = read(replica)
             logger.warning("%s: taken from the replica %s", error.message, replica.url)
