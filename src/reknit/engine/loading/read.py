@@ -13,7 +13,7 @@ import numpy as np
 from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
 from reknit.engine.memory.devices import Transfer
 from reknit.engine.memory.workers import Gate, run_jobs
-from reknit.engine.stored.file_checks import check_size, corrupt_block
+from reknit.engine.stored.file_checks import check_size, corrupt_block, of_others
 from reknit.environment import num_threads
 from reknit.errors import (
     CorruptError,
@@ -104,10 +104,6 @@ class Repairer:
         """
         tried = []
         for replica in self._replicas:
-            from reknit.engine.stored.hints import (
-                of_others,
-            )  # not where there are none: most blocks are sound
-
             data, fault = self._read(replica, path, block)
             if not fault:
                 self._note(path, replica, error)

@@ -68,14 +68,19 @@ def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Stor
 def from_replica(error: ReknitError, replicas: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
     """Return the result of `read` at the first sound replica; else raise the `error` of the store."""
     for replica in replicas:
-        from reknit.engine.stored.hints import of_others  # not where there are none: most files are sound
-
         with suppress(*UNSOUND):  # a replica that fails does not replace it
             found = read(replica)
             logger.warning("%s: taken from the replica %s", error.message, replica.url)
             return found
         error.message += of_others(replica)
     raise error
+
+
+def of_others(replica: Storage) -> str:
+    """Return a clause about a replica with the files of another program, empty without such files."""
+    from reknit.engine.stored import hints  # most files are sound
+
+    return hints.of_others(replica)
 
 
 def _read(storage: Storage, file: FileEntry, block_nbytes: int, new: Callable[[int], Memory]) -> Memory:
