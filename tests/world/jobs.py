@@ -52,7 +52,7 @@ class PlannedTask(LoadTask):
 def planned(
     group: Group, storage: Storage, want: Callable[[Catalog], Wanted], items: Sequence[str], **more: Any
 ) -> PlannedTask:
-    """Return a task that loads what `want` names."""
+    """Return a task that loads the entries named by `want`."""
     recorder = Recorder("load", group.rank)
     return PlannedTask(group, storage, dict.fromkeys(items), recorder=recorder, want=want, **more)
 

@@ -55,7 +55,7 @@ def load(task: LoadTask) -> LoadReport:
 
 
 def _read_contents(task: LoadTask) -> tuple[RootMetadata | None, messages.ItemContents]:
-    """Return what rank 0 has read, None on other ranks, and this rank's part of it."""
+    """Return the contents that rank 0 has read, None on other ranks, and this rank's part of them."""
     timeout_s = task.options.timeout_s
     with task.recorder.phase("open"), comm.turn(task.group, FIRST_ROUND, timeout_s, opens=True) as turn:
         # 4 Read the contents: rank 0 reads manifest, index and shared values for everyone.
@@ -70,7 +70,7 @@ def _read_contents(task: LoadTask) -> tuple[RootMetadata | None, messages.ItemCo
 def _load(
     task: LoadTask, whole: RootMetadata | None, part: messages.ItemContents, last: ExitStack
 ) -> LoadReport:
-    """Load what the metadata describes; `last` ends this rank's side of shared reads."""
+    """Load the parts of the contents that the target takes; `last` ends this rank's shared reads."""
     group, options, recorder, timeout_s = task.group, task.options, task.recorder, task.options.timeout_s
     with recorder.phase("locate"), comm.turn(group, "locate", timeout_s) as turn:
         # 5 Seek: the entries that the target takes, by the names and shapes in the checkpoint.

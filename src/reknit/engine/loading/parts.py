@@ -153,7 +153,7 @@ def _damaged(
     The ranks `alike` read the same files, and divide the checks.
     """
     if task.options.verify == "full" and checkpoint.manifest.other is None:
-        from reknit.engine.stored.verify import check_all  # most loads check what they read
+        from reknit.engine.stored.verify import check_all  # most loads check only the bytes that they read
 
         with task.recorder.phase("verify"):
             check = partial(check_all, checkpoint, task.group.rank, task.group.size, task.options)

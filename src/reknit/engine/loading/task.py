@@ -1,4 +1,4 @@
-"""The input of one rank's load: the arguments of the call, checked, and what they lead to."""
+"""The input of one rank's load: the arguments of the call, checked, with its ranks and open stores."""
 
 from __future__ import annotations
 
