@@ -23,6 +23,7 @@ from reknit.engine.loading import load as load_story
 from reknit.engine.loading.task import LoadTask
 from reknit.engine.reports import logged
 from reknit.engine.stored.places import Replicas
+from reknit.engine.stored.renaming import split_transforms
 from reknit.events.phase import Recorder, Stopwatch
 from reknit.events.to_file import outlets_for
 from reknit.keywords import checked_call
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
-    from reknit.api.ranks import AnyGroup, Ranks
+    from reknit.api.ranks import AnyGroup
     from reknit.engine.reports import LoadReport
 
 logger = logging.getLogger("reknit")
@@ -78,61 +79,41 @@ def load(
     # 1 Find the ranks that act together.
     ranks = acting(group, options.comm)
     with ExitStack() as last:
-        # 2 Read the call, and 3 open the place, once.  An error is raised on all ranks.
+        # 2 Read the call, and 3 open the place, once.  An error is one on all ranks, in the first round.
         with raised_on_all_ranks(ranks.group, load_story.FIRST_ROUND, options.timeout_s):
             if wrong is not None:
                 raise wrong
-            task = read_call(path, state, items=items, strict=strict, options=options, ranks=ranks, last=last)
+            check_state(state)
+            lenient = lenient_patterns(strict)
+            split_transforms(options)
+            part = part_of(state, items)
+            storage, *others = open_places(path, options, last)
+            recorder = Recorder("load", ranks.group.rank, None, storage.url, outlets_for(options.events))
+            storage, *others = (recorded(one, recorder) for one in (storage, *others))
+            task = LoadTask(
+                group=ranks.group,
+                storage=storage,
+                targets=part if isinstance(state, MutableMapping) else MappingProxyType(part),
+                options=options,
+                recorder=recorder,
+                beside={name: value for name, value in state.items() if name not in part},
+                ranks=ranks.ranks,
+                carrier=ranks.carrier,
+                replicas=Replicas(others),
+                lenient=lenient,
+            )
         for background in all_backgrounds():  # their states may be changed once they are copied
             background.wait_staged(options.timeout_s)
         # 4 to 10 From the contents of the checkpoint to live objects.
         clock = Stopwatch()
-        with clock.lap(), task.recorder.whole():
+        with clock.lap(), recorder.whole():
             report = load_story.load(task)
-        if task.group.rank == 0:
-            to = "" if task.group.size == 1 else f"to rank 0 of {task.group.size}"
+        if ranks.group.rank == 0:
+            to = "" if ranks.group.size == 1 else f"to rank 0 of {ranks.group.size}"
             logger.info(
                 "%s",
                 logged("loaded", report.path, report.step, report.nbytes_wanted, to, seconds=clock.seconds),
             )
     if isinstance(state, MutableMapping):
-        state.update({name: value for name, value in task.targets.items() if value is not state[name]})
+        state.update({name: value for name, value in part.items() if value is not state[name]})
     return report
-
-
-def read_call(
-    path: str | PathLike[str],
-    state: Mapping[str, Any],
-    *,
-    items: Sequence[str] | None,
-    strict: bool | Sequence[str],
-    options: LoadOptions,
-    ranks: Ranks,
-    last: ExitStack,
-) -> LoadTask:
-    """Check the arguments of a load, open its place and those of replicas, and return its task.
-
-    `last` closes the stores.
-    """
-    check_state(state)
-    lenient = lenient_patterns(strict)
-    if options.transforms:
-        from reknit.engine.stored.renaming import split_transforms
-
-        split_transforms(options)
-    part = part_of(state, items)
-    storage, *others = open_places(path, options, last)
-    recorder = Recorder("load", ranks.group.rank, None, storage.url, outlets_for(options.events))
-    storage, *others = (recorded(one, recorder) for one in (storage, *others))
-    return LoadTask(
-        group=ranks.group,
-        storage=storage,
-        targets=part if isinstance(state, MutableMapping) else MappingProxyType(part),
-        options=options,
-        recorder=recorder,
-        beside={name: value for name, value in state.items() if name not in part},
-        ranks=ranks.ranks,
-        carrier=ranks.carrier,
-        replicas=Replicas(others),
-        lenient=lenient,
-    )

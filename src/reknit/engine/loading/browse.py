@@ -11,7 +11,8 @@ from reknit.engine.loading.read import RangeReader
 from reknit.engine.memory.workers import within
 from reknit.engine.reports import Shown
 from reknit.engine.stored.file_checks import check_size
-from reknit.engine.stored.opening import OpenCheckpoint, naming_of, opened, read_opened, unknown_items
+from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened, unknown_items
+from reknit.engine.stored.renaming import Naming
 from reknit.errors import FormatError, MismatchError, UsageError, did_you_mean
 from reknit.events.progress import amount
 from reknit.keywords import checked_call
@@ -62,7 +63,7 @@ class Checkpoint(Shown):
         arrays: NewArrays,
         replicas: Sequence[Storage] = (),
     ) -> None:
-        own = naming_of(options) is not None
+        own = Naming.of(options) is not None
         with recorder.phase("open"):
             contents = within(
                 options.timeout_s,

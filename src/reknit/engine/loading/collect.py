@@ -13,6 +13,7 @@ from reknit.engine import messages
 from reknit.engine.loading.contents import Reach
 from reknit.engine.loading.match import Fill, Problems, match, strict_patterns, terms
 from reknit.engine.loading.read import RangeReader
+from reknit.engine.stored.renaming import split_transforms
 from reknit.format.checksum import digest
 from reknit.planner.columns import Name, bitmaps, left_over
 from reknit.types.box import Box, flat_range_boxes
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.loading.task import LoadTask
     from reknit.engine.stored.opening import OpenCheckpoint
-    from reknit.options import LoadOptions
     from reknit.transforms.apply import Transformed
-    from reknit.transforms.base import Rule
     from reknit.transforms.quantized import Quantized
     from reknit.types.manifest import Catalog, Index, Manifest
     from reknit.types.small import Unread
@@ -171,7 +170,7 @@ def seek(task: LoadTask, checkpoint: OpenCheckpoint) -> Sought:
         catalog = replace(
             catalog, own=partial(_own, task, catalog), read_ahead=partial(_read_ahead, task, catalog)
         )
-        rules = _rules(options)
+        _, rules = split_transforms(options)
         if not rules and (program := _program(part.manifest)):
             rules = plugins.find("reknit.formats", "any-rules")(program, task.targets.values())
         if rules:
@@ -198,15 +197,6 @@ def seek(task: LoadTask, checkpoint: OpenCheckpoint) -> Sought:
         transformed=transformed,
         made=made,
     )
-
-
-def _rules(options: LoadOptions) -> list[Rule]:
-    """Return the rules of these options for parameters."""
-    if not options.transforms:
-        return []
-    from reknit.engine.stored.renaming import split_transforms
-
-    return split_transforms(options)[1]
 
 
 def _program(manifest: Manifest) -> str:

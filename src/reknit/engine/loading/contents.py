@@ -23,8 +23,9 @@ from msgspec.structs import replace as replace_struct
 from reknit.engine import messages
 from reknit.engine.loading.match import uncovered
 from reknit.engine.stored.file_checks import read_once
-from reknit.engine.stored.opening import Contents, naming_of, opened, read_opened, unknown_items
+from reknit.engine.stored.opening import Contents, opened, read_opened, unknown_items
 from reknit.engine.stored.places import files_at
+from reknit.engine.stored.renaming import Naming
 from reknit.format.checksum import num_blocks
 from reknit.format.manifest_file import decode_manifest, encode_manifest
 from reknit.planner.columns import Name, distinct, left_over, packed, spread, taken_numbers, unpacked
@@ -328,7 +329,7 @@ def read_for_all(task: LoadTask, wanted: Sequence[messages.Items]) -> RootMetada
     """
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
-    renaming = naming_of(task.options) is not None
+    renaming = Naming.of(task.options) is not None
     contents = read_opened(
         task.storage,
         None if renaming else items,

@@ -97,7 +97,7 @@ def _load(
 
     # 9 Read and verify, and 10 deliver: first for objects, whose tensors are read into new memory.  When an
     # object refuses them, only its own code can have changed a live tensor.
-    recorder.expect(reads.nbytes)
+    recorder.expect(sum(each.reader.plan.nbytes for each in reads.parts))
     for step in reads.in_turn(sought, decision):
         if step.exchanges:
             # A rank without memory for the exchanges between hosts would block the other ranks in them.

@@ -92,11 +92,6 @@ class PlannedReads(NamedTuple):
         """Both parts, in the order in which they are read."""
         return [self.late] if self.early is None else [self.early, self.late]
 
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes to read."""
-        return sum(part.reader.plan.nbytes for part in self.parts)
-
     def in_turn(self, sought: Sought, decision: messages.LoadDecision) -> list[FillStep]:
         """Return the work of each round in which ranks read, in order; all ranks have the same rounds."""
         early = FillStep("objects", self.early, decision.early_share, sought.wanted.deliver_early)

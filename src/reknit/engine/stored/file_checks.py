@@ -40,20 +40,14 @@ def read_checked(
 
     If it cannot be read here, it is taken from the first of `replicas` that has it.  Raises `CorruptError`.
     """
-    try:
-        return bytes(_read(storage, file, block_nbytes, bytearray))
-    except UNSOUND as error:
-        return from_replica(error, replicas, lambda place: bytes(_read(place, file, block_nbytes, bytearray)))
+    return bytes(_read(storage, file, block_nbytes, replicas, bytearray))
 
 
 def read_once(
     storage: Storage, file: FileEntry, block_nbytes: int, replicas: Sequence[Storage] = ()
 ) -> bytearray | mmap:
     """Return a whole file of values as `read_checked` does, in memory that `decode_blobs` gives back."""
-    try:
-        return _read(storage, file, block_nbytes, file_memory)
-    except UNSOUND as error:
-        return from_replica(error, replicas, lambda place: _read(place, file, block_nbytes, file_memory))
+    return _read(storage, file, block_nbytes, replicas, file_memory)
 
 
 def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> Manifest:
@@ -83,12 +77,21 @@ def of_others(replica: Storage) -> str:
     return hints.of_others(replica)
 
 
-def _read(storage: Storage, file: FileEntry, block_nbytes: int, new: Callable[[int], Memory]) -> Memory:
-    check_size(storage, file)
-    memory = new(file.nbytes)
-    view = memoryview(memory)
-    storage.read_into(file.path, 0, [view])
-    check_blocks(storage, file, 0, view, block_nbytes)
+def _read(
+    storage: Storage,
+    file: FileEntry,
+    block_nbytes: int,
+    replicas: Sequence[Storage],
+    new: Callable[[int], Memory],
+) -> Memory:
+    try:
+        check_size(storage, file)
+        memory = new(file.nbytes)
+        view = memoryview(memory)
+        storage.read_into(file.path, 0, [view])
+        check_blocks(storage, file, 0, view, block_nbytes)
+    except UNSOUND as error:
+        return from_replica(error, replicas, lambda place: _read(place, file, block_nbytes, (), new))
     return memory
 
 

@@ -14,6 +14,7 @@ from reknit.engine.messages import OwnNames
 from reknit.engine.stored.at_path import read_manifest
 from reknit.engine.stored.file_checks import UNSOUND, from_replica, read_checked, read_once
 from reknit.engine.stored.places import CHANGED, TRIES, changed, files_at, retry_if_changed
+from reknit.engine.stored.renaming import Naming, Renamed, own_names, renamed
 from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError
 from reknit.format import paths
 from reknit.format.blob_codec import decode_blobs
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from mmap import mmap
 
-    from reknit.engine.stored.renaming import Naming, Renamed
     from reknit.errors import ReknitError
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
@@ -281,13 +281,7 @@ def _contents(
         blobs[file.path] = read(storage, file, manifest.block_nbytes, replicas)
     index = decode_index(data)
     check_extents(index, {file.path: file.nbytes for file in manifest.files})
-    return Contents(manifest, index, blobs, _own_names(storage, manifest, replicas) if own else None, once)
-
-
-def _own_names(storage: Storage, manifest: Manifest, replicas: Sequence[Storage]) -> OwnNames:
-    from reknit.engine.stored.renaming import own_names  # most loads rename nothing
-
-    return own_names(storage, manifest, replicas)
+    return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None, once)
 
 
 def _beyond(most: int, files: Sequence[FileEntry]) -> frozenset[str]:
@@ -330,27 +324,16 @@ def opened(
         replicas=replicas,
         foreign=foreign,
     )
-    if (naming := naming_of(options)) is None:
+    if (naming := Naming.of(options)) is None:
         return whole
     assert contents.own is not None  # it is read where names are to be changed
     return _renamed(whole, naming, items, contents.own)
-
-
-def naming_of(options: LoadOptions) -> Naming | None:
-    """Return the rule by which a load names all entries anew, None without one."""
-    if not options.transforms:
-        return None
-    from reknit.engine.stored.renaming import Naming
-
-    return Naming.of(options)
 
 
 def _renamed(
     whole: OpenCheckpoint, naming: Naming, items: Sequence[str] | None, own: OwnNames
 ) -> OpenCheckpoint:
     """Return a checkpoint under the state's names."""
-    from reknit.engine.stored.renaming import renamed
-
     names = renamed(
         naming=naming,
         items=whole.manifest.items,
