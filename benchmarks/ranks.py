@@ -1,4 +1,4 @@
-"""How does a benchmark run on several ranks?  Its options, and the processes of a run."""
+"""A benchmark on several ranks: its options, and the processes of a run."""
 
 from __future__ import annotations
 

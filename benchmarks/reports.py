@@ -1,4 +1,4 @@
-"""What does a run report and keep?  Its machine, its figures with their aims, and files of JSON."""
+"""The report of a run, and its file: the machine, the figures with their aims, as JSON."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from reknit.engine.background.background import unasked_saves
+from reknit.engine.background.background import unread_saves
 from reknit.storage.registry import register
 from tests.storage.process_memory import open_process_memory
 
@@ -83,6 +83,6 @@ def browser() -> Iterator[Any]:
 
 def pytest_unconfigure() -> None:
     """Remove the shared memory of the tests, and forget their failed saves, which nobody has to ask for."""
-    unasked_saves.reset()
+    unread_saves.reset()
     gc.unfreeze()  # libraries complain of objects that outlive the interpreter
     shutil.rmtree(_MEMORY, ignore_errors=True)

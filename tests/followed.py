@@ -1,4 +1,4 @@
-"""Which words does a remedy have?  For tests that follow it."""
+"""The words of a remedy, for tests that follow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which real servers run, and how to reach what they store without reknit?  See scripts/servers."""
+"""Real servers that run, and ways to their contents without reknit; see scripts/servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process forks the ranks, where tests run in several processes side by side?  One for all of them.
+"""The process that forks the ranks, one for all processes in which tests run side by side.
 
 The imports of such a process take seconds.  The first process that needs a module of `tests.warm` starts it.
 It listens on a socket, and for each process that connects it forks another one, which has that process's

@@ -61,8 +61,8 @@ def test_threads_that_come_at_once_are_in_one_group() -> None:
 def test_threads_that_come_at_once_have_the_same_background_saves() -> None:
     for _ in range(100):
         group = SoloGroup()
-        assert at_once(lambda group=group: background_of(group, elsewhere=True)) == 1  # type: ignore[misc]
-        background_of(group, elsewhere=True).close(0.0)
+        assert at_once(lambda group=group: background_of(group, in_process=False)) == 1  # type: ignore[misc]
+        background_of(group, in_process=False).close(0.0)
 
 
 def test_a_save_ends_well_while_another_thread_begins_the_first_to_another_kind_of_store(
@@ -70,9 +70,9 @@ def test_a_save_ends_well_while_another_thread_begins_the_first_to_another_kind_
 ) -> None:
     group = SoloGroup()
     monkeypatch.setattr(
-        background_of(group, elsewhere=True),
-        "surface",
-        lambda but: background_of(group, elsewhere=False),  # as if another thread called at this moment
+        background_of(group, in_process=False),
+        "raise_unread_errors",
+        lambda exclude: background_of(group, in_process=True),  # as if another thread called at this moment
     )
     assert reknit.save(tmp_path / "step", {"step": 1}, group=group).done()
 
@@ -84,7 +84,7 @@ def test_loads_and_closes_go_on_while_another_thread_saves_for_the_first_time(tm
     def begin() -> None:
         while not over.is_set() and len(groups) < 2_000:
             groups.append(SoloGroup())
-            background_of(groups[-1], elsewhere=True)
+            background_of(groups[-1], in_process=False)
 
     with ThreadPoolExecutor(1) as pool:
         beginning = pool.submit(begin)

@@ -219,6 +219,7 @@ SMALL = {
     "__main__.py": "the entry of the command",
     "api/phases.py": "a call of users that no other call needs",
     "engine/loading/task.py": "the values of one load",
+    "engine/saving/save.py": "the driver, whose steps are elsewhere",
     "engine/saving/task.py": "the values of one save",
     "engine/stored/at_path.py": "above recognising and hints, which need none of it",
     "format/checksum.py": "the rule of the digest, for all readers and writers",

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 import reknit
-from reknit.engine.saving.save import save
-from reknit.engine.saving.task import SaveJob
-from reknit.events.phase import Recorder
 from reknit.frameworks import registry
 from reknit.options import SaveOptions
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.world import run_ranks
+from tests.engine.held import save_held, task_at
 from tests.ranks import run
 
 if TYPE_CHECKING:
@@ -58,16 +56,9 @@ def test_the_model_alone_takes_its_own_memory_and_what_may_be_in_flight(tmp_path
             "model": {f"w{group.rank}": np.full(size, group.rank, np.float32), "warm": np.zeros(8)},
             "optimizer": {f"m{group.rank}": np.ones(3 * size, np.float32)},
         }
-        options = SaveOptions(durability="process")
-        save(
-            SaveJob(
-                lambda: registry.collect(state, group.rank, group.size),
-                group,
-                LocalStorage(str(tmp_path / "ck"), durability="process"),
-                options,
-                Recorder("save", group.rank),
-            )
-        )
+        storage = LocalStorage(str(tmp_path / "ck"), durability="process")
+        task = task_at(storage, group, SaveOptions(durability="process"))
+        save_held(lambda: registry.collect(state, group.rank, group.size), task)
 
     run_ranks(RANKS, rank)
     command = [sys.executable, "-c", READING, str(tmp_path / "ck"), str(INFLIGHT_MIB)]

@@ -1,4 +1,4 @@
-"""Where are the tests of a module, and do they look at it from outside?"""
+"""The places of the tests of a module, and their view of it from outside."""
 
 from __future__ import annotations
 

@@ -420,7 +420,7 @@ def test_a_promotion_that_waits_for_its_turn_keeps_nothing_of_the_state() -> Non
         one.result(LIMIT_S)
     waiting = saves_of("turn")
     kept = [blob for save in waiting for blob in save.begin.claims.blobs]
-    images = [save.image for save in waiting]
+    images = [save.files for save in waiting]
     turn.set()
     assert (len(waiting), kept, images) == (3, [], [None] * 3)
     for one in pending:

@@ -134,7 +134,7 @@ CALLED = {
     "DataLoader": "torch.utils.data.DataLoader",
 }
 """The calls that messages name without their package."""
-OTHERS = {"ArrayRestoreArgs", "Circumstances"}
+OTHERS = {"ArrayRestoreArgs", "ProcessContext"}
 COMMAND = re.compile(r"(`?)\breknit ([a-z][a-z-]*)((?: --[a-z-]+| [{}A-Z]+\b| \{\}| [0-9]+)*)")
 
 

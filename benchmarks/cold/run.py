@@ -1,4 +1,4 @@
-"""What does the first call of a fresh process cost?  reknit, torch DCP, torch.save, safetensors and Orbax.
+"""The cost of the first call of a fresh process: reknit, torch DCP, torch.save, safetensors and Orbax.
 
 Each figure is the median, with the smallest and the largest, of several calls, each in fresh processes, by
 turns with its rivals.  The time of a call is that of the slowest rank, with the import of the library, after

@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint that is damaged, half replaced, or forged, with each library?
+"""The fate of a checkpoint that is damaged, half replaced, or forged, with each library.
 
 Each library saves and loads the same tensors in one process, by the calls that its documentation shows first:
 

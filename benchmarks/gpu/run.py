@@ -1,4 +1,4 @@
-"""What do saves and loads cost on this machine's device?  Against plain copies of the same bytes, in one run.
+"""The cost of saves and loads on this machine's device, against plain copies of the same bytes in one run.
 
 (a) For how long does `save(wait=False)` stop training, eager and lazy, against a copy to pinned memory?
 (b) How much slower are training steps beside a save, against steps beside such a copy?

@@ -1,4 +1,4 @@
-"""Which ratios should the measured loads have?"""
+"""The ratios that the measured loads should have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes does a load need?  Computed from the index on disk and the wanted boxes."""
+"""The bytes that a load needs, computed from the index on disk and the wanted boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory does a load need besides the tensors that it fills?"""
+"""The memory that a load needs besides the tensors that it fills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another layout: how many bytes, and how many seconds, does it take?"""
+"""Loads into another layout: their bytes, and their seconds."""
 
 from __future__ import annotations
 

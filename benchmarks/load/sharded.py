@@ -1,4 +1,4 @@
-"""How near does a load of the same layout come to the speed of the disk, and of memory?"""
+"""Loads of the same layout, beside the speed of the disk and of memory."""
 
 from __future__ import annotations
 

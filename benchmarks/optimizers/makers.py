@@ -1,4 +1,4 @@
-"""How each optimizer of torch, bitsandbytes, heavyball and pytorch_optimizer is made and stepped."""
+"""The optimizers of torch, bitsandbytes, heavyball and pytorch_optimizer: how each is made and stepped."""
 
 from __future__ import annotations
 

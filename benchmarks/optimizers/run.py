@@ -1,4 +1,4 @@
-"""Which optimizers go on bit for bit after a save and a load?  A table of all classes of four packages.
+"""Optimizers that continue bit for bit after a save and a load: a table of all classes of four packages.
 
 Each optimizer takes some steps, is saved, and goes on.  A new one loads that and takes the same steps: with
 its own `state_dict` and `load_state_dict`, and with reknit.  The weights at the end are compared.

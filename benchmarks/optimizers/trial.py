@@ -1,4 +1,4 @@
-"""One optimizer: does a run that was saved and loaded end like the run that never stopped, bit for bit?"""
+"""One optimizer: a run that was saved and loaded, compared bit for bit with a run that never stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 5.2 of NSDI: what does a barrier of all ranks cost in a tree, and what in a star?
+"""Section 5.2 of NSDI: the cost of a barrier of all ranks in a tree, and in a star.
 
 Real processes of one machine hold rounds in a tree by hosts and in a star below rank 0, by turns.  The CPU
 time of rank 0 of the star for each message then goes into a model of up to 10,000 ranks.  There, each rank

@@ -1,4 +1,4 @@
-"""Figures 14 and 15 of NSDI, and figure 9 of v1: do loss and data go on as if nothing had happened?
+"""Figures 14 and 15 of NSDI, and figure 9 of v1: loss and data of runs that continue from a checkpoint.
 
 Real trainings are saved in the middle, and go on in the same layout and in another one.  The figures are the
 largest differences from the training without a break.  The curves are kept as pictures.

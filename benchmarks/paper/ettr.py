@@ -1,4 +1,4 @@
-"""Appendix of ByteCheckpoint: which share of the time is training that counts, and how much GPU time is lost?
+"""Appendix of ByteCheckpoint: the share of training that counts in the time, and the GPU time that is lost.
 
 The appendix spreads failures evenly over the interval between two saves.  Half an interval and half a save
 are then lost on average, and a load.  The times of DCP and MCP are the paper's, at the paper's scales.  Those

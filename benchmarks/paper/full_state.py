@@ -1,4 +1,4 @@
-"""How long does training stop for a full state that rank 0 gathers and writes, and for a sharded save?"""
+"""The time that training stops for a full state that rank 0 gathers and writes, and for a sharded save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does an irregular shard cost: gathered and merged, as FSDP does, or decomposed without a message?
+"""The cost of an irregular shard: gathered and merged, as FSDP does, or decomposed without a message.
 
 Two ranks train a model of many small layers under FSDP1, so that each has a part of every parameter that
 begins or ends within a row.

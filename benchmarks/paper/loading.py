@@ -1,4 +1,4 @@
-"""What does each optimization of a load bring?  Its work overlaps, and a byte is read once for all ranks."""
+"""The gain by each optimization of a load: work that overlaps, and bytes that are read once for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is it quicker to rewrite a checkpoint for another layout, or to load it there as it is?
+"""A checkpoint rewritten for another layout, beside one that is loaded there as it is.
 
 The offline job is a script like that of the paper: it loads the files of all old ranks, merges the parts of
 each tensor, and cuts the tensors anew.  It writes one file for each new rank, and the new ranks load these.

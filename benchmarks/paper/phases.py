@@ -1,4 +1,4 @@
-"""Where does the time of a save go?  Its phases on rank 0, as reknit's own records have them."""
+"""The phases of a save on rank 0 with their times, as reknit's own records have them."""
 
 from __future__ import annotations
 

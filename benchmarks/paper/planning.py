@@ -1,4 +1,4 @@
-"""Table 8 of NSDI: what do the plans of a save and of a load cost on thousands of ranks?
+"""Table 8 of NSDI: the cost of the plans of a save and of a load on thousands of ranks.
 
 The plans are made by the code that ranks and root run, for a 70B model on 2,400 ranks and a 405B model on
 8,960 ranks in the paper's layouts.  Times are CPU seconds of one core.

@@ -1,4 +1,4 @@
-"""What is a repeated table of a paper?  Its rows, kept as JSON, and the summary of all tables as a page."""
+"""A repeated table of a paper: its rows, kept as JSON, and the summary of all tables as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does each optimization of a save bring?  The pipeline, the balance of replicas, and kept plans."""
+"""The gain by each optimization of a save: the pipeline, the balance of replicas, and kept plans."""
 
 from __future__ import annotations
 

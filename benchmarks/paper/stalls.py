@@ -1,4 +1,4 @@
-"""How long do saves and loads take from end to end, beside DCP and Megatron's own package?"""
+"""The time of saves and loads from end to end, beside DCP and Megatron's own package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does the root's part grow with the number of ranks?  A fit, and a plot."""
+"""The growth of the root's part with the number of ranks: a fit, and a plot."""
 
 from __future__ import annotations
 

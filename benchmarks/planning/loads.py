@@ -1,4 +1,4 @@
-"""What does planning a load cost the root and every rank?  Each rank's offer, and the root's `share_out`.
+"""The cost of planning a load for the root and every rank: each rank's offer, and the root's `share_out`.
 
 The index is that of a save of the same or another job.  Every rank selects its rows, plans its reads and
 offers them; the code is that of a load.  Hosts have 8 ranks, and a process group carries bytes between them.

@@ -1,4 +1,4 @@
-"""What does planning cost the root of a save, its tree, and every rank, up to a hundred thousand ranks?
+"""The cost of planning for the root of a save, its tree, and every rank, up to a hundred thousand ranks.
 
 All ranks' claims and receipts are made by the code that ranks run.  They are merged level by level in one
 process, as hosts of 8 ranks with a fan-out of 16 would.  The root's part then runs in a process of its own.

@@ -1,4 +1,4 @@
-"""Which libraries save in the background?  reknit, every mode of torch DCP, and torch_checkpointing."""
+"""Libraries that save in the background: reknit, every mode of torch DCP, and torch_checkpointing."""
 
 from __future__ import annotations
 

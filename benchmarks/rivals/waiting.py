@@ -1,4 +1,4 @@
-"""Which libraries save and load in one call?  reknit, torch.save, safetensors, DCP, torch_checkpointing."""
+"""Libraries that save and load in one call: reknit, torch.save, safetensors, DCP, torch_checkpointing."""
 
 from __future__ import annotations
 

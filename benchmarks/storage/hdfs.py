@@ -1,4 +1,4 @@
-"""How much sooner is a file on HDFS in sub-files than in one stream, and read in ranges than in one go?
+"""A file on HDFS in sub-files beside one in one stream, and read in ranges beside a read in one go.
 
 One file is written by reknit in one stream and in sub-files, and by the client alone in one stream.  Then
 1, 2, 4 and 8 threads read a part each.  All ways alternate in one run; figures are medians.

@@ -1,4 +1,4 @@
-"""What can this machine do at most: copy memory, write to its disk, send to itself?"""
+"""The limits of this machine: copies of memory, writes to its disk, messages to itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a backend cost beside its raw client?  Put and get of one file, in one run.
+"""The cost of a backend beside its raw client: put and get of one file, in one run.
 
 Each measurement is a process of its own, and those of reknit and of the raw client alternate.  Each
 begins when the machine is idle, or after a limited wait.  Prints a table to stderr and JSON to stdout; with

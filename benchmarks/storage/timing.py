@@ -1,4 +1,4 @@
-"""How many seconds, how much processor time and memory did some work take, and was the machine idle?"""
+"""The seconds, processor time and memory of some work, and whether the machine was idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast is each candidate for the digest of a block, on one thread and on two?"""
+"""The speed of each candidate for the digest of a block, on one thread and on two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long does the first save or load of a process take?  Each round starts new processes for each."""
+"""The time of the first save or load of a process.  Each round starts new processes for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast are checkpoints of other programs read in place, and imported?  Beside their own libraries."""
+"""The speed of reads and imports of checkpoints of other programs, beside their own libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When may the state be changed again, with thousands of DTensors on four ranks?"""
+"""The time until the state may be changed again, with thousands of DTensors on four ranks."""
 
 from __future__ import annotations
 

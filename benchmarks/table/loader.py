@@ -1,4 +1,4 @@
-"""What does a data loader cost at a save?  Collecting its state, and writing many small files."""
+"""The cost of a data loader at a save: its state is collected, and many small files are written."""
 
 from __future__ import annotations
 

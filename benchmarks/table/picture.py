@@ -1,4 +1,4 @@
-"""The table as pictures: how far is reknit from its rivals and the limit, and how long does training stop?"""
+"""The table as pictures: reknit beside its rivals and the limit, and the time that training stops."""
 
 from __future__ import annotations
 

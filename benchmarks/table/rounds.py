@@ -1,4 +1,4 @@
-"""What is a row of the table?  The figures of contestants that took turns."""
+"""The rows of the table: the figures of contestants that took turns."""
 
 from __future__ import annotations
 

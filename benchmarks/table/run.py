@@ -1,4 +1,4 @@
-"""How fast are saves and loads, beside the best rival and the limits of disk, memory or bytes?  One table.
+"""The speed of saves and loads, beside the best rival and the limits of disk, memory or bytes: one table.
 
 Contestants take turns within one run.  The first save or load of a process is measured with new processes
 for each, in turn too.  Rivals are torch.save, safetensors, torch DCP in its modes, and

@@ -1,4 +1,4 @@
-"""How long does a sink of events take for each, and what do good and bad sinks cost a save?
+"""The cost of a sink of events for each event, and of good and bad sinks for a save.
 
 Saves beside a sink that hangs, fails, is full or lies are compared with saves without one.  They take
 milliseconds, so that any wait and the cost of the records show.  A second contestant without a sink shows the

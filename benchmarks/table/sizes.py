@@ -1,4 +1,4 @@
-"""How large is what the table measures, and how often?"""
+"""The sizes of the states that the table measures, and the number of rounds."""
 
 from __future__ import annotations
 

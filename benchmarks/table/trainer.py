@@ -1,4 +1,4 @@
-"""What does a save in the background cost a trainer that computes?  And one to a slow store?"""
+"""The cost of a save in the background for a trainer that computes, and of one to a slow store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long does a round take on thousands of ranks?  The real machines of all ranks, in simulated time.
+"""The length of a round on thousands of ranks: the real machines of all ranks, in simulated time.
 
 Every rank runs the `RoundMachine` of a real job.  A rank handles one message after another, each of which
 costs it the same time, and a message travels for the same time between any two ranks.

@@ -1,4 +1,4 @@
-"""What does the tree of ranks cost, and how does it behave on bad networks?  Real processes, real gRPC.
+"""The cost of the tree of ranks, and its behaviour on bad networks: real processes, real gRPC.
 
 agents  64 processes without torch hold rounds, and commit a small save, at several fan-outs.
 hosts   8 hosts (network namespaces) of two ranks, 20 ms apart, save while 1 % of packets are lost.

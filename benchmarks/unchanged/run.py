@@ -1,4 +1,4 @@
-"""How many bytes does a save write of a state that changed in part, and how long does it take?  Prints JSON.
+"""The bytes that a save writes of a state that changed in part, and its time.  Prints JSON.
 
 Run: python benchmarks/unchanged/run.py [URL] [--layers 16] [--layer-mib 64] [--repeat 5]
 

@@ -1,4 +1,4 @@
-"""What the demo claims and what it measured, as a table."""
+"""The claims of the demo and its measurements, as a table."""
 
 from __future__ import annotations
 

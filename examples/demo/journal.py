@@ -1,4 +1,4 @@
-"""What the ranks of the demo write down while they run, and how it is read."""
+"""The notes that the ranks of the demo write while they run, and their reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process can do with a checkpoint that several ranks saved: look, load, check, export.
+"""One process with a checkpoint that several ranks saved: look, load, check, export.
 
 run.py runs it last; by hand it is
 

@@ -1,4 +1,4 @@
-"""Stores that agents import, and that note the circumstances of the process that opens them."""
+"""Stores that agents import, and that note the context of the process that opens them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELD = "held"
 
 
 def seen() -> dict[str, Any]:
-    """Return the circumstances of this process."""
+    """Return the context of this process."""
     return {
         "umask": umask(),
         "folder": os.getcwd(),
@@ -49,7 +49,7 @@ class SeenStorage(LocalStorage):
 
 
 def open_seen(url: str, durability: Durability) -> SeenStorage:
-    """Open a folder, and note the circumstances beside it."""
+    """Open a folder, and note the context beside it."""
     folder = Path("/", url.partition("://")[2])
     folder.parent.mkdir(parents=True, exist_ok=True)
     noted = folder.parent / f"{folder.name}.{os.getpid()}.json"
@@ -58,7 +58,7 @@ def open_seen(url: str, durability: Durability) -> SeenStorage:
 
 
 def noted(folder: Path, pid: int) -> dict[str, Any]:
-    """Return the circumstances in which a process opened a folder last."""
+    """Return the context in which a process opened a folder last."""
     found: dict[str, Any] = json.loads((folder.parent / f"{folder.name}.{pid}.json").read_text())
     return found
 

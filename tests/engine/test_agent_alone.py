@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,17 +20,15 @@ from reknit.engine.background import link as agent_link
 from reknit.engine.background import messages as say
 from reknit.engine.background.agent_save import AgentSave
 from reknit.engine.memory.workers import Arena
+from reknit.engine.memory.write import Tuner
 from reknit.engine.messages import RankClaims
-from reknit.engine.saving.reuse import Committed
-from reknit.engine.saving.task import SaveJob
+from reknit.engine.saving.here import EarlierSaves
 from reknit.engine.stored.agents import at_work
 from reknit.errors import AgentError, ShortageError
-from reknit.events.phase import Recorder
 from reknit.options import SaveOptions
-from reknit.processes.channel import Channel
 from reknit.processes.shared_memory import SharedMemory
-from reknit.system import socket_pair, start_thread
-from tests.engine.runs import nothing_held
+from reknit.system import start_thread
+from tests.engine.held import task_at
 from tests.faults.nursery import wait_until
 from tests.storage.process_memory import ProcessMemory
 
@@ -121,42 +120,58 @@ def test_an_agent_that_is_given_up_is_gone_before_its_arena_is_filled_anew(
     assert running == [False], "after the loss is reported, the arena may be filled: no agent may read it"
 
 
-def begun(number: int) -> tuple[say.Begin, SaveJob]:
-    """Return the message by which an agent begins a save, and the agent's job of it."""
+def begun(number: int, send: Callable[[say.AgentMessage], bool] = lambda message: False) -> AgentSave:
+    """Return a save that begins in an agent, whose messages nobody receives."""
     url, extra = "process://alone", b'{"origin": {}, "metadata": {}}'
     claims = RankClaims("0" * 32, None, b"", None, [])
     begin = say.Begin(
         number=number, url=url, factory=None, overwrite=False, options={}, extra=extra, claims=claims
     )
-    job = SaveJob(nothing_held, SoloGroup(), ProcessMemory("alone"), SaveOptions(), Recorder("save"))
-    return begin, job
+    task = task_at(ProcessMemory("alone"), SoloGroup(), SaveOptions())
+    return AgentSave(begin, task, send, EarlierSaves(), Tuner(threads=1))
 
 
 def test_a_save_tells_what_made_it_fail_first() -> None:
-    ours, theirs = socket_pair()
-    with ours, theirs:
-        agent_save = AgentSave(*begun(0), Channel(theirs, say.decode), Committed())
-        agent_save.fail(AgentError("the disk is full"))
-        agent_save.fail(AgentError("the trainer is gone"))
+    agent_save = begun(0)
+    agent_save.fail(AgentError("the disk is full"))
+    agent_save.fail(AgentError("the trainer is gone"))
     assert agent_save.error is not None
     assert agent_save.error.message == "the disk is full"
 
 
+def test_a_save_that_fails_ends_after_its_arena_is_free() -> None:
+    sent, end = list[str](), threading.Event()
+
+    def receive(message: say.AgentMessage) -> bool:
+        if isinstance(message, say.ArenaFree):
+            assert not end.wait(0.2), "the trainer forgets a save with its end"
+        sent.append(type(message).__name__)
+        if isinstance(message, say.SaveDone):
+            end.set()
+        return True
+
+    save = begun(0, receive)
+    save.fail(AgentError("the trainer is gone"))
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(save.commit), pool.submit(save.write, None)]:
+            ended.result(LIMIT_S)
+    assert sent == ["ArenaFree", "SaveDone"]
+
+
 def test_the_bytes_of_a_file_are_written_when_the_trainer_has_staged_them() -> None:
-    ours, theirs = socket_pair()
-    memory, fetched = SharedMemory.create(4096), []
-    with ours, theirs:
-        save = AgentSave(*begun(0), Channel(theirs, say.decode), Committed())
-        planned = say.Planned(
-            number=0, items=["model"], files=[("model", 0, 5)], columns=None, arena=0, ring=4096
-        )
-        save.plan(planned, memory)
-        writer = start_thread("writer", lambda: fetched.append(bytes(save.fetch(0, 0, 5, Arena(5)))))
-        writer.join(0.3)
-        assert not fetched
-        memory.bytes[:5] = list(b"bytes")
-        save.fill(0)
-        writer.join(LIMIT_S)
+    memory, fetched, save = SharedMemory.create(4096), [], begun(0)
+    planned = say.Planned(
+        number=0, items=["model"], files=[("model", 0, 5)], columns=None, arena=0, ring=4096
+    )
+    save.plan(planned, memory)
+    files = save.files
+    assert files is not None
+    writer = start_thread("writer", lambda: fetched.append(bytes(files.piece(0, 0, 5, Arena(5)))))
+    writer.join(0.3)
+    assert not fetched
+    memory.bytes[:5] = list(b"bytes")
+    save.fill(0)
+    writer.join(LIMIT_S)
     assert fetched == [b"bytes"]
 
 

@@ -25,10 +25,12 @@ from reknit.engine.background.session import AgentSession
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.storage.registry import recipe, register
+from reknit.storage.base import CopiesFiles
+from reknit.storage.registry import open_storage, recipe, register
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
 from tests.faults.nursery import agent_of, agents_of, wait_until
+from tests.running.cases import one_by_one
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -452,7 +454,7 @@ def test_a_close_while_lost_agents_are_replaced_leaves_none_behind(tmp_path: Pat
         if group.rank == 1:
             kill_own_agent(group)
         wait_until(lambda: set(agents_of(os.getpid())) - before, LIMIT_S)  # a new one starts
-        checks.backgrounds[group][True].close(LIMIT_S)
+        checks.backgrounds[group][False].close(LIMIT_S)
 
     formed = threading.Barrier(2)
     run_ranks(2, rank)
@@ -515,7 +517,7 @@ def test_what_is_saved_is_collected_and_copied_while_the_first_agent_starts(
         def state_dict(self) -> dict[str, Any]:
             # A process that has just been started does not have a command line for an instant.
             wait_until(lambda: len(set(agents_of(os.getpid())) - before) == 1, LIMIT_S)
-            seen.append(checks.backgrounds[ranks.alone()][True].supervisor.session)
+            seen.append(checks.backgrounds[ranks.alone()][False].supervisor.session)
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -565,6 +567,12 @@ def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
     assert recipe("elsewhere://x") == ("elsewhere://x", True, f"{__name__}:open_elsewhere")
 
 
+def test_a_trainer_knows_what_its_agent_can_take_over_without_opening_the_store(tmp_path: Path) -> None:
+    for url in one_by_one([str(tmp_path), f"file://{tmp_path}", "mem://x", "process://x"]):
+        storage = open_storage(url)
+        assert recipe(url).copies_files("process") == isinstance(storage, CopiesFiles)
+
+
 def open_elsewhere(url: str, durability: str) -> ProcessMemory:
     return ProcessMemory("elsewhere")
 
@@ -577,4 +585,4 @@ def test_saves_that_are_lost_with_their_process_have_failed(monkeypatch: pytest.
     saves.at_exit()
     assert isinstance(promoted.error, reknit.errors.AgentError)
     assert promoted.over()
-    assert promoted.unasked
+    assert promoted.unread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,18 +13,19 @@ from reknit.comm.group import SoloGroup
 from reknit.engine.memory.write import Written
 from reknit.engine.saving.coordinator import write_blobs
 from reknit.engine.saving.part import EncodedFile, blob_files, encode_holdings
-from reknit.engine.saving.task import SaveJob
 from reknit.errors import StorageError
-from reknit.events.phase import Recorder
 from reknit.format import paths
 from reknit.format.blob_codec import decode_blobs, encode_value
 from reknit.options import SaveOptions
 from reknit.planner.columns import packed
 from reknit.planner.save import OWN
 from reknit.types.shard import Blob, Encoded, Holdings
-from tests.engine.runs import nothing_held
+from tests.engine.held import task_at
 from tests.running.cases import one_by_one
 from tests.storage.process_memory import ProcessMemory
+
+if TYPE_CHECKING:
+    from reknit.engine.saving.task import SaveTask
 
 WRITE_ID = "0123456789abcdef" * 2
 VALUE = {"tokens": np.arange(1000), "position": 7}
@@ -78,8 +79,8 @@ def test_a_value_is_written_by_its_owner_and_by_each_rank_where_they_disagree() 
     ]
 
 
-def job_of(storage: ProcessMemory, threads: int | None = None) -> SaveJob:
-    return SaveJob(nothing_held, SoloGroup(), storage, SaveOptions(threads=threads), Recorder("save"))
+def task_of(storage: ProcessMemory, threads: int | None = None) -> SaveTask:
+    return task_at(storage, SoloGroup(), SaveOptions(threads=threads))
 
 
 def many(count: int) -> list[EncodedFile]:
@@ -101,7 +102,7 @@ class Meeting(ProcessMemory):
 
 def test_small_files_are_written_several_at_a_time_and_told_in_their_order() -> None:
     storage, written = Meeting("meeting", 16), list[Written]()
-    places = write_blobs(job_of(storage), many(32), WRITE_ID, written)
+    places = write_blobs(task_of(storage), many(32), WRITE_ID, written)
     assert [place["source"] for place in places] == list(range(32))
     assert [file.path for file in written] == [
         paths.blob_path("loader", 0, WRITE_ID, own=n) for n in range(32)
@@ -122,5 +123,5 @@ def test_after_an_error_all_that_is_there_is_known() -> None:
     ProcessMemory.clear("refusing")
     storage, written = Refusing("refusing"), list[Written]()
     with pytest.raises(StorageError, match=r"own\.7"):
-        write_blobs(job_of(storage), many(20), WRITE_ID, written)
+        write_blobs(task_of(storage), many(20), WRITE_ID, written)
     assert {file.path for file in storage.list()} == {file.path for file in written}

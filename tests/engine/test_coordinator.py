@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +14,8 @@ from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator, receipt
 from reknit.engine.saving.layout import FileCut, layout_digest, outline
 from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
 from reknit.engine.saving.part import EQUAL, CopySplit, claims, encode_holdings
-from reknit.engine.saving.task import SaveJob
 from reknit.engine.stored.manifest_content import receipts_to_manifest
 from reknit.errors import CommitError, CorruptError, ProtocolError
-from reknit.events.phase import Recorder
 from reknit.format import file_table, paths
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.format.index import decode_index
@@ -28,7 +25,7 @@ from reknit.planner.assemble import assemble
 from reknit.planner.columns import packed, unpacked
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
-from tests.engine.runs import nothing_held
+from tests.engine.held import task_at
 from tests.running.cases import one_by_one
 from tests.storage.process_memory import ProcessMemory
 
@@ -61,15 +58,7 @@ class Rank:
 
     def __init__(self, rank: int, storage: Storage) -> None:
         group = thread_groups(SIZE)[rank]
-        self.job = SaveJob(
-            collect=nothing_held,
-            group=group,
-            storage=storage,
-            options=SaveOptions(),
-            recorder=Recorder("save", rank),
-            step=1,
-            overwrite=True,
-        )
+        self.task = task_at(storage, group, SaveOptions(), step=1, overwrite=True)
         self.rank = rank
         self.plans: dict[bytes, Outline] = {}
         self.silent = True
@@ -90,10 +79,10 @@ class Rank:
         written: list[Written] = []
         for file in planned.files:
             path = paths.data_path(file.plan.item, self.rank, write_id, file.plan.part)
-            written.append(write_bytes(self.job.storage, path, bytes(file.nbytes)))
+            written.append(write_bytes(self.task.storage, path, bytes(file.nbytes)))
         columns = None if self.known else planned.columns
         return receipt(
-            self.job, ["m"], written, plan=self.plan, columns=columns, places=(), copies=self.split
+            self.task, ["m"], written, plan=self.plan, columns=columns, places=(), copies=self.split
         )
 
 
@@ -103,7 +92,7 @@ class World:
     def __init__(self, name: str) -> None:
         ProcessMemory.clear(name)
         self.ranks = [Rank(rank, ProcessMemory(name)) for rank in range(SIZE)]
-        self.job = self.ranks[0].job
+        self.task = self.ranks[0].task
         self.coordinator = Coordinator()
 
     def up(self, requests: list[Sections], merge: Callable[[Sequence[Sections]], Sections]) -> list[Sections]:
@@ -113,13 +102,13 @@ class World:
     def save(self, holdings: Callable[[int], Sequence[Shard]]) -> tuple[Manifest, Index]:
         write_id = paths.new_write_id()
         requests = [rank.claims(write_id, 1, holdings(rank.rank)) for rank in self.ranks]
-        answers = self.coordinator.assign(self.job, self.up(requests, merge_claims))
+        answers = self.coordinator.assign(self.task, self.up(requests, merge_claims))
         assert len(answers) == SIZE
         receipts = [rank.receipt(write_id, answer) for rank, answer in zip(self.ranks, answers, strict=True)]
-        self.coordinator.commit(self.job, self.up(receipts, merge_receipts))
-        manifest = decode_manifest(self.job.storage.get(paths.MANIFEST_PATH, limit=1 << 20))
+        self.coordinator.commit(self.task, self.up(receipts, merge_receipts))
+        manifest = decode_manifest(self.task.storage.get(paths.MANIFEST_PATH, limit=1 << 20))
         assert manifest.write_id == write_id
-        return manifest, decode_index(self.job.storage.get(manifest.index_path, limit=1 << 20))
+        return manifest, decode_index(self.task.storage.get(manifest.index_path, limit=1 << 20))
 
 
 def form(index: Index) -> list[Any]:
@@ -212,7 +201,7 @@ def test_ranks_at_different_saves_are_told_where_they_are() -> None:
     write_id = paths.new_write_id()
     requests = [rank.claims(write_id, 7 + (rank.rank == 2), [rows(rank.rank, "a")]) for rank in world.ranks]
     with pytest.raises(ProtocolError, match="rank 2 is at another save than rank 0: it saves step 8, rank 0"):
-        world.coordinator.assign(world.job, [merge_claims(requests)])
+        world.coordinator.assign(world.task, [merge_claims(requests)])
 
 
 def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
@@ -224,7 +213,7 @@ def test_all_ranks_are_told_which_copies_differ_and_who_holds_them() -> None:
         copies = messages.Copies(packed([1, 1 << 63], "u8"), digests, b"", b"")
         none = encode_holdings(Holdings((), (), ()), SaveOptions()).shard_claims()
         reported.append(claims(rank, messages.RankClaims(write_id, 1, b"", none, [], copies)))
-    answers = world.coordinator.assign(world.job, world.up(reported, merge_claims))
+    answers = world.coordinator.assign(world.task, world.up(reported, merge_claims))
     for answer in answers:
         assert answer.differing == [(-1 << 63, [0, 1, 2, 3, 4])]
 
@@ -250,7 +239,7 @@ def test_copies_that_differ_are_warned_of_with_the_ranks_that_hold_them() -> Non
     for rank in world.ranks:
         kept = [("m", "kept", "0, 2"), ("m", "both", "0, 1")]
         copies = CopySplit([], kept, [("m", "lost", "0, 3")] + [("m", "both", "0, 1")] * (rank.rank == 2))
-        reported.append(receipt(rank.job, ["m"], [], plan=b"", columns=None, places=(), copies=copies))
+        reported.append(receipt(rank.task, ["m"], [], plan=b"", columns=None, places=(), copies=copies))
     counted = receipts_to_manifest(merge_receipts(reported).of_ranks, write_id)
     assert counted.kept == {("m", "kept")}
     own, lost = counted.warnings
@@ -274,7 +263,7 @@ def test_a_file_that_the_root_does_not_see_is_named_with_who_wrote_it() -> None:
     world = World("unseen")
     elsewhere = ProcessMemory("unseen-elsewhere")
     ProcessMemory.clear("unseen-elsewhere")
-    world.ranks[2].job = replace(world.ranks[2].job, storage=elsewhere)
+    world.ranks[2].task.storage = elsewhere
     with pytest.raises(
         CommitError, match=r"rank 2 wrote m/00002\..* to process://unseen-elsewhere, and rank 0"
     ):
@@ -285,7 +274,7 @@ def test_a_file_that_has_another_size_by_the_commit_is_named_with_who_wrote_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World("cut")
-    storage, receipt = world.job.storage, world.ranks[2].receipt
+    storage, receipt = world.task.storage, world.ranks[2].receipt
 
     def cut_short(write_id: str, answer: messages.Assignment) -> Sections:
         reported = receipt(write_id, answer)
@@ -311,10 +300,12 @@ def test_the_tally_has_every_file_with_its_digests_and_coordinates() -> None:
             paths.blob_path("x", rank.rank, write_id, own=0),
             paths.blob_path("y", rank.rank, write_id, own=1),
         ]
-        written = [write_bytes(world.job.storage, name, name.encode() * 3) for name in names]
+        written = [write_bytes(world.task.storage, name, name.encode() * 3) for name in names]
         places = [place, {"rank": rank.rank}]
         reported.append(
-            receipt(rank.job, ["m/ü", "x", "y"], written, plan=b"", columns=None, places=places, copies=EQUAL)
+            receipt(
+                rank.task, ["m/ü", "x", "y"], written, plan=b"", columns=None, places=places, copies=EQUAL
+            )
         )
         files += [(file.path, file.nbytes, tuple(file.digests.tolist()), rank.rank) for file in written]
         blobs += [(names[1], None), (names[2], place), (names[3], {"rank": rank.rank})]
@@ -334,7 +325,7 @@ def test_a_rank_that_reports_more_or_fewer_digests_than_blocks_is_named() -> Non
         rank, write_id = World("digests").ranks[2], paths.new_write_id()
         digests = np.zeros(num_digests, np.uint64)
         written = [Written(paths.data_path("m", 2, write_id), 5, digests)]
-        reported = receipt(rank.job, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
+        reported = receipt(rank.task, ["m"], written, plan=b"", columns=None, places=(), copies=EQUAL)
         with pytest.raises(ProtocolError, match="rank 2 reports a file with more or fewer digests"):
             receipts_to_manifest(reported.of_ranks, write_id)
 
@@ -360,4 +351,4 @@ def test_ranks_at_different_saves_of_one_step_are_told_so_too() -> None:
         for rank, write_id in zip(world.ranks, write_ids, strict=True)
     ]
     with pytest.raises(ProtocolError, match="rank 3 is at another save than rank 0"):
-        world.coordinator.assign(world.job, [merge_claims(requests)])
+        world.coordinator.assign(world.task, [merge_claims(requests)])

@@ -1,4 +1,4 @@
-"""How many functions of reknit lie between `reknit.save`, or `reknit.load`, and the store?"""
+"""The functions of reknit between `reknit.save`, or `reknit.load`, and the store: few, and none of `comm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of an index reach a rank, and how they get there."""
+"""The rows of an index that reach a rank, and their way there."""
 
 from __future__ import annotations
 

@@ -69,12 +69,12 @@ def state_of(rank: int, value: float = 1.0) -> dict[str, Any]:
     return {"model": model, "extra": {"epoch": int(value)}}
 
 
-def background_of(group: Group | None = None, *, elsewhere: bool = False) -> Background:
-    return checks.backgrounds[group or ranks.alone()][elsewhere]
+def background_of(group: Group | None = None, *, in_process: bool = True) -> Background:
+    return checks.backgrounds[group or ranks.alone()][in_process]
 
 
-def crew_of(group: Group | None = None, *, elsewhere: bool = False) -> AgentSession:
-    agents = background_of(group, elsewhere=elsewhere).supervisor.session
+def crew_of(group: Group | None = None, *, in_process: bool = True) -> AgentSession:
+    agents = background_of(group, in_process=in_process).supervisor.session
     assert agents is not None
     return agents
 
@@ -187,10 +187,10 @@ def test_a_state_that_has_another_layout_at_the_save_is_planned_anew_in_larger_m
 def test_without_a_state_agents_are_started_and_no_memory_is_taken(made: list[int], tmp_path: Path) -> None:
     def rank(group: Group) -> None:
         reknit.prepare(tmp_path, group=group)
-        agent = crew_of(group, elsewhere=True).link
+        agent = crew_of(group, in_process=False).link
         assert agent.pid in agents_of(os.getpid())
         reknit.save(tmp_path / "1", state_of(group.rank), wait=False, group=group).result(LIMIT_S)
-        assert crew_of(group, elsewhere=True).link is agent
+        assert crew_of(group, in_process=False).link is agent
 
     reknit.prepare(tmp_path)
     assert made == []

@@ -12,8 +12,6 @@ from msgspec import structs
 import reknit
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine.reports import PromotionReport
-from reknit.engine.saving.save import save
-from reknit.engine.saving.task import SaveJob
 from reknit.engine.stored.promote import Promotion, promote, promote_alone
 from reknit.engine.stored.verify import verify
 from reknit.errors import (
@@ -38,6 +36,7 @@ from reknit.types.box import Box
 from reknit.types.manifest import FileEntry
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
 from tests.at_operation import AtOperation
+from tests.engine.held import save_held, task_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -91,20 +90,9 @@ def holdings(rank: int, value: int) -> Holdings:
 
 def saved(root: Path, value: int = 1, generation: int = 1, *, overwrite: bool = False) -> Saved:
     def run(group: Group) -> tuple[str, list[Written]]:
-        recorder = Recorder("save", group.rank)
-        held = holdings(group.rank, value)
-        report, written = save(
-            SaveJob(
-                collect=lambda: held,
-                group=group,
-                storage=local(root),
-                options=OPTIONS,
-                recorder=recorder,
-                step=value,
-                overwrite=overwrite,
-            )
-        )
-        return report.write_id, written
+        task = task_at(local(root), group, OPTIONS, step=value, overwrite=overwrite)
+        here = save_held(lambda: holdings(group.rank, value), task)
+        return here.write_id, here.written
 
     reported = run_ranks(SIZE, run, groups=thread_groups(SIZE, generation))
     return Saved(root, reported[0][0], [written for _, written in reported])

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 
 import reknit
 from reknit.engine.loading.load import load
+from reknit.engine.saving.here import EarlierSaves
 from reknit.engine.saving.reuse import earlier_files
-from reknit.engine.saving.save import EarlierSaves, save
-from reknit.engine.saving.task import SaveJob
 from reknit.engine.stored.verify import verify
 from reknit.errors import ReknitError
-from reknit.events.phase import Recorder
 from reknit.format import paths
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.local.store import LocalStorage
@@ -34,6 +32,7 @@ from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
 from reknit.types.wanted import Wanted
+from tests.engine.held import save_held, task_at
 from tests.running.cases import one_by_one_in
 from tests.running.examples import examples
 from tests.storage.process_memory import ProcessMemory
@@ -72,16 +71,15 @@ class Run:
     def save(self, step: int, **options: Any) -> list[SaveReport]:
         def rank(group: Group) -> SaveReport:
             shards = self.shards(group.rank, self.frozen, np.full(300, step, np.float32))
-            job = SaveJob(
-                collect=lambda: Holdings(("model",), tuple(shards), ()),
-                group=group,
-                storage=self.store(f"step_{step}"),
-                options=SaveOptions(timeout_s=30, threads=2, **options),
-                recorder=Recorder("save", group.rank, step),
+            task = task_at(
+                self.store(f"step_{step}"),
+                group,
+                SaveOptions(timeout_s=30, threads=2, **options),
                 step=step,
                 overwrite=True,
             )
-            return save(job, self.earlier[group.rank])[0]
+            held = Holdings(("model",), tuple(shards), ())
+            return save_held(lambda: held, task, self.earlier[group.rank]).report()
 
         return run_ranks(SIZE, rank)
 

@@ -5,17 +5,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reknit.engine.saving.save import save
-from reknit.engine.saving.task import SaveJob
 from reknit.engine.stored.verify import check_header, verify
 from reknit.errors import FormatError
-from reknit.events.phase import Recorder
 from reknit.format.data_file import HeaderEntry, encode_header
 from reknit.options import LoadOptions, SaveOptions
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.manifest import FileEntry
 from reknit.types.shard import Holdings, Shard, TensorSpec
+from tests.engine.held import save_held, task_at
 from tests.engine.runs import pausing, save_as
 from tests.format.samples import index_of
 from tests.storage.process_memory import ProcessMemory
@@ -37,14 +35,8 @@ def test_a_box_that_two_ranks_wrote_by_mistake_is_kept_once_and_the_checkpoint_i
         # Each rank claims to be the only holder of both tensors, which is true of one.
         names = ("w", f"own.{number}")
         shards = tuple(Shard("model", fqn, SPEC, Box.whole(SPEC.shape), (number,), data) for fqn in names)
-        job = SaveJob(
-            lambda: Holdings(("model",), shards, ()),
-            group,
-            storage,
-            SaveOptions(timeout_s=30),
-            Recorder("save", number),
-        )
-        return save(job)[0].warnings
+        task = task_at(storage, group, SaveOptions(timeout_s=30))
+        return save_held(lambda: Holdings(("model",), shards, ()), task).report().warnings
 
     for warnings in run_ranks(2, rank):
         assert "written by more than one rank, kept once: model/w" in warnings[0]

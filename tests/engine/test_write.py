@@ -9,9 +9,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reknit.engine.memory.devices import Transfer
-from reknit.engine.memory.images import Entries, Image, Sources, live, staged
+from reknit.engine.memory.images import Entries, Image, LiveImages, Sources
 from reknit.engine.memory.workers import Arena
-from reknit.engine.memory.write import PIECES, Outgoing, Settings, Tuner, Written, write_bytes, write_files
+from reknit.engine.memory.write import (
+    PIECES,
+    ByteSource,
+    Outgoing,
+    Settings,
+    Tuner,
+    Written,
+    write_bytes,
+    write_files,
+)
 from reknit.errors import ReknitError, StorageError, UsageError
 from reknit.events.phase import Recorder
 from reknit.format.checksum import BLOCK_NBYTES, block_digests
@@ -48,7 +57,7 @@ def content(storage: Storage, path: str) -> bytes:
     return storage.get(path, limit=1 << 40)
 
 
-class Memory:
+class Memory(ByteSource):
     """Files that lie end to end in memory, and the ranges that were fetched and written."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -61,11 +70,11 @@ class Memory:
     def files(self) -> list[Outgoing]:
         return [Outgoing(f"files/{k}", nbytes) for k, nbytes in enumerate(self.sizes)]
 
-    def fetch(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+    def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
         self.fetched.append((file, start, nbytes))
         return BYTES[self.begin[file] + start :][:nbytes]
 
-    def note(self, file: int, start: int, nbytes: int) -> None:
+    def release(self, file: int, start: int, nbytes: int) -> None:
         self.written.append((file, start, nbytes))
 
     def bytes_of(self, file: int) -> bytes:
@@ -98,10 +107,9 @@ def test_files_of_any_size_arrive_whole_with_the_digests_of_their_blocks(
     answer = write_files(
         storage,
         memory.files,
-        memory.fetch,
+        memory,
         tuner=fixed(threads, piece),
         recorder=recorder,
-        written=memory.note,
     )
     assert [(file.path, file.nbytes) for file in answer] == memory.files
     check(storage, memory, answer)
@@ -116,7 +124,6 @@ def test_files_of_any_size_arrive_whole_with_the_digests_of_their_blocks(
 def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
     storage: ProcessMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Memory([5 * SMALL, 3 * SMALL + 7])
     events: list[str] = []
     lock = threading.Lock()
 
@@ -125,43 +132,43 @@ def test_while_the_core_is_busy_pieces_are_written_first_and_digested_later(
             events.append("digest")
         return block_digests(data)
 
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        with lock:
-            events.append("fetch")
-        return memory.fetch(file, start, nbytes, arena)
+    class Busy(Memory):
+        @property
+        def busy(self) -> bool:
+            return events.count("fetch") <= 3
 
+        def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+            with lock:
+                events.append("fetch")
+            return super().piece(file, start, nbytes, arena)
+
+    class AlwaysBusy(Memory):
+        busy = True
+
+    memory = Busy([5 * SMALL, 3 * SMALL + 7])
     monkeypatch.setattr("reknit.engine.memory.write.block_digests", digests)
-    written = write_files(
-        storage,
-        memory.files,
-        fetch,
-        tuner=fixed(threads=1),
-        recorder=Recorder("save"),
-        busy=lambda: events.count("fetch") <= 3,
-    )
+    recorder = Recorder("save")
+    written = write_files(storage, memory.files, memory, tuner=fixed(threads=1), recorder=recorder)
     # Three pieces are written undigested; the fourth is digested as usual, and then the three before it.
     assert events == ["fetch"] * 4 + ["digest"] * 4 + ["fetch", "digest"] * 5
     check(storage, memory, written)
 
     ProcessMemory.clear("write")
-    written = write_files(
-        storage, memory.files, memory.fetch, tuner=fixed(), recorder=Recorder("save"), busy=lambda: True
-    )
-    check(storage, memory, written)
+    busy = AlwaysBusy(memory.sizes)
+    check(storage, busy, write_files(storage, busy.files, busy, tuner=fixed(), recorder=recorder))
 
 
 def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finished() -> None:
     ProcessMemory.clear("order")
     events: list[str] = []
     faulty = FaultyStorage(ProcessMemory("order"))
-    memory = Memory([2 * SMALL])
 
-    def written(file: int, start: int, nbytes: int) -> None:
-        events.append(",".join(operation.name for operation in faulty.operations))
+    class Noted(Memory):
+        def release(self, file: int, start: int, nbytes: int) -> None:
+            events.append(",".join(operation.name for operation in faulty.operations))
 
-    write_files(
-        faulty, memory.files, memory.fetch, tuner=fixed(1), recorder=Recorder("save"), written=written
-    )
+    memory = Noted([2 * SMALL])
+    write_files(faulty, memory.files, memory, tuner=fixed(1), recorder=Recorder("save"))
     assert events == ["create,write", "create,write,write"]
     assert faulty.operations[-1].name == "finish"
     ProcessMemory.clear("order")
@@ -171,16 +178,20 @@ def test_a_piece_is_given_back_after_it_is_written_and_before_the_file_is_finish
 
 
 def test_a_trainer_that_gives_up_leaves_no_file_behind(storage: ProcessMemory) -> None:
-    memory = Memory([5 * MIB, 20 * MIB, 5 * MIB])
-
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        if (file, start) == (1, 8 * MIB):
-            raise UsageError("the trainer is gone")
-        return memory.fetch(file, start, nbytes, arena)
-
     recorder, failures = Recorder("save"), list[BaseException]()
+
+    class Abandoned(Memory):
+        def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+            if (file, start) == (1, 8 * MIB):
+                raise UsageError("the trainer is gone")
+            return super().piece(file, start, nbytes, arena)
+
+        def fail(self, error: BaseException) -> None:
+            failures.append(error)
+
+    memory = Abandoned([5 * MIB, 20 * MIB, 5 * MIB])
     with pytest.raises(UsageError, match="gone") as caught:
-        write_files(storage, memory.files, fetch, tuner=fixed(), recorder=recorder, failed=failures.append)
+        write_files(storage, memory.files, memory, tuner=fixed(), recorder=recorder)
     assert failures[0] is caught.value
     assert list(storage.list()) == []
     for file in memory.files:
@@ -211,7 +222,7 @@ def test_whatever_fails_no_file_is_left_and_the_error_says_where(
 
 def failure(storage: Storage, memory: Memory) -> ReknitError | None:
     try:
-        write_files(storage, memory.files, memory.fetch, tuner=fixed(), recorder=Recorder("save", rank=2))
+        write_files(storage, memory.files, memory, tuner=fixed(), recorder=Recorder("save", rank=2))
     except ReknitError as error:
         return error
     return None
@@ -225,9 +236,8 @@ def with_two_candidates(window_nbytes: int = 1) -> Tuner:
 
 
 def copy_files(storage: Storage, memory: Memory, tuner: Tuner) -> list[Written]:
-    return write_files(
-        storage, memory.files, memory.fetch, tuner=tuner, recorder=Recorder("save"), phase="stage"
-    )
+    memory.phase = "stage"
+    return write_files(storage, memory.files, memory, tuner=tuner, recorder=Recorder("save"))
 
 
 def test_a_first_save_measures_window_by_window_and_writes_the_rest_with_the_best(
@@ -257,21 +267,14 @@ def test_a_first_save_measures_window_by_window_and_writes_the_rest_with_the_bes
 def test_a_window_that_waited_for_its_bytes_says_nothing_about_the_store(
     storage: ProcessMemory, monkeypatch: pytest.MonkeyPatch, phase: str, counts: bool
 ) -> None:
-    tuner = with_two_candidates()
-    memory = Memory([65 * MIB])
+    class Slow(Memory):
+        def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+            threading.Event().wait(0.05)
+            return super().piece(file, start, nbytes, arena)
 
-    def slowly(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        threading.Event().wait(0.05)
-        return memory.fetch(file, start, nbytes, arena)
-
-    write_files(
-        storage,
-        memory.files,
-        slowly,
-        tuner=tuner,
-        recorder=Recorder("save"),
-        phase=phase,  # type: ignore[arg-type]
-    )
+    tuner, memory = with_two_candidates(), Slow([65 * MIB])
+    memory.phase = phase  # type: ignore[assignment]
+    write_files(storage, memory.files, memory, tuner=tuner, recorder=Recorder("save"))
     assert tuner.measuring != counts
     assert content(storage, "files/0") == memory.bytes_of(0)
 
@@ -283,11 +286,9 @@ def write_images(storage: ProcessMemory, images: list[Image], recorder: Recorder
     return write_files(
         storage,
         [Outgoing(image.path, image.nbytes) for image in images],
-        staged(images, Transfer([], "what is saved", 30)),
+        LiveImages(images, Transfer([], "what is saved", 30), 16 * MIB),
         tuner=Tuner(threads=3, piece_nbytes=8 * MIB),
         recorder=recorder,
-        phase="stage",
-        budget_nbytes=16 * MIB,
     )
 
 
@@ -330,7 +331,7 @@ def test_a_range_of_an_image_lies_in_live_memory_or_is_copied_and_is_the_same(
     whole = np.empty(image.nbytes, np.uint8)
     image.fill(0, whole)
     arena = Arena(nbytes)
-    found = live([image], Transfer([], "what is saved", 30))(0, start, nbytes, arena)
+    found = LiveImages([image], Transfer([], "what is saved", 30), None).look(0, start, nbytes, arena)
     assert found.tobytes() == whole[start : start + nbytes].tobytes()
     in_one = [(64, 2464, vector), (2864, 3464, matrix)]  # the strided one is not contiguous
     memory = [array for low, high, array in in_one if low <= start and start + nbytes <= high]

@@ -186,7 +186,7 @@ def test_a_save_in_the_background_tells_of_its_end_alone(
 
 def test_a_save_counts_every_byte_of_its_data_files() -> None:
     from reknit.engine.memory.devices import Transfer
-    from reknit.engine.memory.images import Entries, Image, Sources, staged
+    from reknit.engine.memory.images import Entries, Image, LiveImages, Sources
     from reknit.engine.memory.write import Outgoing, Tuner, write_files
 
     ProcessMemory.clear("counted")
@@ -195,8 +195,8 @@ def test_a_save_counts_every_byte_of_its_data_files() -> None:
         Image(f"model/{k}", b"h" * n, Entries.of(()), n, Sources(())) for k, n in enumerate((0, 5, 20 << 20))
     ]
     files = [Outgoing(image.path, image.nbytes) for image in images]
-    fetch = staged(images, Transfer([], "it", 10))
-    write_files(ProcessMemory("counted"), files, fetch, tuner=Tuner(threads=2), recorder=recorder)
+    source = LiveImages(images, Transfer([], "it", 10), None)
+    write_files(ProcessMemory("counted"), files, source, tuner=Tuner(threads=2), recorder=recorder)
     assert recorder.standing()[:2] == (5 + (20 << 20),) * 2
 
 

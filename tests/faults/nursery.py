@@ -139,7 +139,7 @@ def agents_of(trainer: int) -> list[int]:
 
 def agent_of(group: Group) -> int:
     """Return the agent of this process in a group."""
-    session = checks.backgrounds[group][True].supervisor.session
+    session = checks.backgrounds[group][False].supervisor.session
     assert session is not None
     assert session.link.pid is not None
     return session.link.pid

@@ -1,4 +1,4 @@
-"""How a program may end, or be ended, while its saves are under way: scripts of users, as they are run.
+"""The ends of a program while its saves are under way: scripts of users, as they are run.
 
 Where a moment matters, the store of the script waits in a chosen operation for a file, the gate.
 """

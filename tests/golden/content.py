@@ -17,16 +17,14 @@ import ml_dtypes
 import numpy as np
 
 import reknit
-from reknit.engine.saving.save import save
-from reknit.engine.saving.task import SaveJob
 from reknit.engine.stored import manifest_content
-from reknit.events.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Alias, Blob, Holdings, Shard, TensorSpec
+from tests.engine.held import save_held, task_at
 
 if TYPE_CHECKING:
     from reknit.comm.group import Group
@@ -82,19 +80,9 @@ def write(folder: str, *, file_table: bool = False) -> None:
     """Write a golden checkpoint with two ranks; `file_table` lists its files in the index, small as it is."""
 
     def rank(group: Group) -> None:
-        recorder = Recorder("save", group.rank)
-        save(
-            SaveJob(
-                collect=lambda: holdings(group.rank),
-                group=group,
-                storage=LocalStorage(folder),
-                options=SaveOptions(timeout_s=30),
-                recorder=recorder,
-                step=STEP,
-                origin={"world_size": RANKS},
-                metadata=METADATA,
-            )
-        )
+        options, origin = SaveOptions(timeout_s=30), {"world_size": RANKS}
+        task = task_at(LocalStorage(folder), group, options, step=STEP, origin=origin, metadata=METADATA)
+        save_held(lambda: holdings(group.rank), task)
 
     most = -1 if file_table else manifest_content.MAX_LISTED_FILES
     with mock.patch.object(manifest_content, "MAX_LISTED_FILES", most):

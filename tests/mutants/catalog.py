@@ -1,4 +1,4 @@
-"""Which mistakes must some test notice?  The mutants in the files of this folder, one for each room."""
+"""The mistakes that some test must notice: the mutants in the files of this folder, one for each room."""
 
 from __future__ import annotations
 

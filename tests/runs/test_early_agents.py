@@ -36,7 +36,7 @@ def _clean() -> Iterator[None]:
 
 
 def supervisor_of(group: Group | None = None) -> AgentSupervisor:
-    return checks.backgrounds[group or ranks.alone()][True].supervisor
+    return checks.backgrounds[group or ranks.alone()][False].supervisor
 
 
 def state_of(value: float = 0.0) -> dict[str, Any]:

@@ -79,9 +79,9 @@ def test_the_last_save_is_taken_for_its_step_unless_it_failed_or_its_checkpoint_
     assert last(1, sure=True) is pending
     mine.add(2, PendingSave(failed := SaveOutcome("/run/2", 2)), 0.0)
     failed.end(StorageFullError("full"))
-    assert failed.unasked
+    assert failed.unread
     assert last(2, sure=False) is None
-    assert failed.asked, "no later save raises it"
+    assert failed.is_read, "no later save raises it"
     assert not mine.is_gone(2), "that may be the checkpoint of another run"
     mine.add(3, PendingSave(skipped := SaveOutcome("/run/3", 3)), 0.0)
     skipped.end(SkippedError("busy"))

@@ -11,15 +11,13 @@ from unittest.mock import patch
 import numpy as np
 
 from reknit.engine.memory import write
-from reknit.engine.saving.save import save
-from reknit.engine.saving.task import SaveJob
 from reknit.engine.stored import marker, removals
 from reknit.errors import ReknitError
-from reknit.events.phase import Recorder
 from reknit.format import paths
 from reknit.options import SaveOptions
 from reknit.types.box import Box
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
+from tests.engine.held import save_held, task_at
 from tests.simulation.process import sleep
 
 if TYPE_CHECKING:
@@ -142,17 +140,15 @@ class Worker:
 
     def _save(self, number: int, wanted: Save) -> str:
         group = self.group
-        job = SaveJob(
-            collect=lambda: holdings(group.size, group.rank, group.run, number),
-            group=group,
-            storage=self.storage.sub(wanted.folder),
-            options=SaveOptions(durability="process", threads=1, timeout_s=self.timeout_s, progress=False),
-            recorder=Recorder("save", group.rank, number),
+        task = task_at(
+            self.storage.sub(wanted.folder),
+            group,
+            SaveOptions(durability="process", threads=1, timeout_s=self.timeout_s, progress=False),
             step=number,
             overwrite=wanted.overwrite,
             metadata={"ranks": group.size, "run": group.run, "save": number},
         )
-        return save(job)[0].write_id
+        return save_held(lambda: holdings(group.size, group.rank, group.run, number), task).write_id
 
 
 class _Piece:

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from reknit.comm.group import SoloGroup
-from reknit.engine.saving.save import save
-from reknit.engine.saving.task import SaveJob
 from reknit.errors import CheckpointExistsError, FencedError, ReknitError, StorageNotFoundError
-from reknit.events.phase import CLOCK, Recorder
+from reknit.events.phase import CLOCK
 from reknit.options import SaveOptions
 from reknit.types.box import Box
 from reknit.types.shard import Holdings, Shard, TensorSpec
+from tests.engine.held import save_held, task_at
 from tests.running.examples import is_night
 from tests.simulation.clock import Schedule
 from tests.simulation.job import one_thread
@@ -115,17 +114,10 @@ def saved(storage: SimStorage, *, overwrite: bool) -> ReknitError | None:
     """Save a small tensor, as a job of one process, and return the error."""
     values = np.zeros(4)
     shard = Shard("m", "w", TensorSpec((4,), "float64"), Box.whole((4,)), (0,), values)
-    job = SaveJob(
-        collect=lambda: Holdings(("m",), (shard,), ()),
-        group=SoloGroup(1),
-        storage=storage,
-        options=SaveOptions(durability="process", threads=1, progress=False),
-        recorder=Recorder("save", 0, 0),
-        step=0,
-        overwrite=overwrite,
-    )
+    options = SaveOptions(durability="process", threads=1, progress=False)
+    task = task_at(storage, SoloGroup(1), options, step=0, overwrite=overwrite)
     try:
-        save(job)
+        save_held(lambda: Holdings(("m",), (shard,), ()), task)
     except ReknitError as error:
         return error
     return None

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.engine.loading.load import load
 from reknit.engine.loading.task import LoadTask
-from reknit.engine.saving.save import save
-from reknit.engine.saving.task import SaveJob
 from reknit.events.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
+from tests.engine.held import save_held, task_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,9 +33,7 @@ def save_rank(
     **more: Any,
 ) -> SaveReport:
     """Save as a rank of a group."""
-    recorder = Recorder("save", group.rank)
-    job = SaveJob(collect=collect, group=group, storage=storage, options=options, recorder=recorder, **more)
-    return save(job)[0]
+    return save_held(collect, task_at(storage, group, options, **more)).report()
 
 
 @dataclass(frozen=True, kw_only=True)

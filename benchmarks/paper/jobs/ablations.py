@@ -1,4 +1,4 @@
-"""Which parts of a save can be switched off?  The pipeline, and the even division among replicas.
+"""Parts of a save that can be switched off: the pipeline, and the even division among replicas.
 
 The switches replace functions of reknit within this process, for saves that wait.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.engine.memory.devices import queue
+from reknit.engine.memory.images import LiveImages
 from reknit.planner.save import Owned, owned_parts
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.devices import Transfer
-    from reknit.engine.memory.images import Fetch, Image
+    from reknit.engine.memory.images import Image
     from reknit.engine.memory.workers import Arena
     from reknit.types.shard import Shard
 
@@ -85,7 +86,7 @@ def dividing(owners: Owners) -> Iterator[None]:
 @contextmanager
 def one_after_another() -> Iterator[None]:
     """Let a save copy everything before it writes anything."""
-    with _replaced("reknit.engine.saving.save", "staged", _all_staged):
+    with _replaced("reknit.engine.saving.layout", "LiveImages", _AllStaged):
         yield
 
 
@@ -99,17 +100,19 @@ def _replaced(module: str, name: str, function: Callable[..., Any]) -> Iterator[
         names[name] = before
 
 
-def _all_staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return a fetch from a copy of all files, which is made here."""
-    copies = []
-    for image in images:
-        memory = mmap.mmap(-1, max(image.nbytes, 1))  # page-aligned, for direct I/O
-        copy = np.frombuffer(memory, np.uint8)[: image.nbytes]
-        with transfer.copying(name=lambda: "a whole file"):
-            image.fill(0, copy, queue)
-        copies.append(copy)
+class _AllStaged(LiveImages):
+    """Pieces of a copy of all files, which is made before any of them is written."""
 
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        return copies[file][start : start + nbytes]
+    def __init__(self, images: Sequence[Image], transfer: Transfer, budget_nbytes: int | None) -> None:
+        super().__init__(images, transfer, budget_nbytes)
+        self._copies = []
+        for image in images:
+            memory = mmap.mmap(-1, max(image.nbytes, 1))  # page-aligned, for direct I/O
+            copy = np.frombuffer(memory, np.uint8)[: image.nbytes]
+            with transfer.copying(name=lambda: "a whole file"):
+                image.fill(0, copy, queue)
+            self._copies.append(copy)
 
-    return fetch
+    def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        """Return a piece of the copy."""
+        return self._copies[file][start : start + nbytes]

@@ -1,4 +1,4 @@
-"""Who takes part?  reknit, torch DCP and Megatron's dist_checkpointing, each as its users call it."""
+"""The contestants: reknit, torch DCP and Megatron's dist_checkpointing, each as its users call it."""
 
 from __future__ import annotations
 

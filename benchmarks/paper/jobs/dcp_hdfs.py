@@ -1,4 +1,4 @@
-"""How does torch DCP reach HDFS?  By fsspec, with the client that reknit uses, and streams that count bytes.
+"""The way of torch DCP to HDFS: fsspec, with the client that reknit uses, and streams that count bytes.
 
 The streams of hdfs-native have no position when they write, and fill no buffer when they read; DCP uses both.
 """

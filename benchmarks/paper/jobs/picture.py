@@ -1,4 +1,4 @@
-"""How do the factors of all tables stand beside those of the papers?  One picture of all rows."""
+"""The factors of all tables beside those of the papers, in one picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where do the checkpoints of a table lie?  In a folder of the disk, or on a server, which is started."""
+"""The places of the checkpoints of a table: a folder of the disk, or a server, which is started."""
 
 from __future__ import annotations
 

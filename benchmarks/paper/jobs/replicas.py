@@ -1,4 +1,4 @@
-"""How many operations do saves and loads of many replicas need on an object store?  Ranks are threads."""
+"""The operations of saves and loads of many replicas on an object store; ranks are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trainings do the tables save?  FSDP of both generations, and Megatron-Core, each after one step."""
+"""The trainings that the tables save: FSDP of both generations, and Megatron-Core, each after one step."""
 
 from __future__ import annotations
 

@@ -217,13 +217,14 @@ def open_checkpoint(path: str | PathLike[str]) -> Storage:
     return following(open_storage(path))
 
 
-def check_promotion(storage: Storage, options: SaveOptions, rank: int, *, overwrite: bool) -> None:
+def check_promotion(url: str, options: SaveOptions, rank: int, *, overwrite: bool) -> None:
     """Raise the errors of the places to promote to, before any write; rank 0 looks for checkpoints there."""
-    for place in options.promotions:
-        with closing(open_storage(place.path, durability=options.durability)) as target:
-            check_places(storage, target)
-            if rank == 0:
-                check_absent(target, overwrite=overwrite)
+    with closing(open_storage(url, durability=options.durability)) as source:
+        for place in options.promotions:
+            with closing(open_storage(place.path, durability=options.durability)) as target:
+                check_places(source, target)
+                if rank == 0:
+                    check_absent(target, overwrite=overwrite)
 
 
 def check_places(source: Storage, target: Storage) -> None:
@@ -241,7 +242,7 @@ def check_places(source: Storage, target: Storage) -> None:
 
 
 backgrounds: weakref.WeakKeyDictionary[Group, dict[bool, Background]] = weakref.WeakKeyDictionary()
-"""The background saves of each group, by whether other processes can open their stores."""
+"""The background saves of each group, by whether only this process can open their stores."""
 
 making = threading.Lock()
 """Held while background saves are looked up: two threads that save at once must share one object, and an
@@ -273,18 +274,18 @@ def raised_on_all_ranks(group: Group, first_round: str, timeout_s: float) -> Ite
         comm.fail(group, first_round, error, timeout_s)
 
 
-def background_of(group: Group, *, elsewhere: bool) -> Background:
-    """Return the background saves of a group, to stores that other processes can or cannot open."""
+def background_of(group: Group, *, in_process: bool) -> Background:
+    """Return the background saves of a group, to stores that other processes cannot or can open."""
     with making:
         kinds = backgrounds.setdefault(group, {})
-        if elsewhere not in kinds:
+        if in_process not in kinds:
             from reknit.engine.background.background import Background  # calls that wait need none of it
 
-            background = kinds[elsewhere] = Background(in_process=not elsewhere)
+            background = kinds[in_process] = Background(in_process=in_process)
             gone = weakref.finalize(group, background.retire)  # no save is under way then
             gone.atexit = False
             background.when_closed = gone.detach
-        return kinds[elsewhere]
+        return kinds[in_process]
 
 
 @contextmanager
@@ -300,10 +301,10 @@ def agents_for(
         yield
         return
     with raised_on_all_ranks(group, first_round, options.timeout_s):
-        background_of(group, elsewhere=True).start_agents(group, options)
+        background_of(group, in_process=False).start_agents(group, options)
     yield
     # Looked up again: the agents of background saves that were closed meanwhile would stay to the end.
-    background_of(group, elsewhere=True).join_agents(group, options)
+    background_of(group, in_process=False).join_agents(group, options)
 
 
 def backgrounds_of(group: Group) -> list[Background]:
@@ -323,9 +324,9 @@ def removed_backgrounds() -> Iterator[Background]:
     with making:
         found = list(backgrounds.values())
     for kinds in found:
-        for elsewhere in (True, False):
+        for in_process in (False, True):
             with making:
-                background = kinds.pop(elsewhere, None)
+                background = kinds.pop(in_process, None)
             if background is not None:
                 yield background
 

@@ -1,4 +1,4 @@
-"""The calls of users that save: they check the arguments on each rank, and start the job of the engine."""
+"""The calls of users that save: they check the arguments, and choose the writer for the driver."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 import platform
 import sys
 import weakref
-from contextlib import ExitStack
+from contextlib import closing
 from functools import cache, partial
 from importlib import metadata as distributions
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-
-from msgspec import Struct, field
 
 from reknit.api.checks import (
     background_of,
@@ -25,139 +24,86 @@ from reknit.api.checks import (
     checked_step,
     entering,
     place_of,
-    raised_on_all_ranks,
     removed_backgrounds,
     tried_options,
     warn_of_loose_tensors,
 )
 from reknit.api.ranks import acting
 from reknit.engine.outcome import PendingSave, SaveOutcome
-from reknit.engine.saving import save as save_story
-from reknit.engine.saving.here import ASSIGN
-from reknit.engine.saving.task import SaveJob
+from reknit.engine.saving import save as driver
+from reknit.engine.saving.here import EarlierSaves, Here
+from reknit.engine.saving.task import SaveTask
 from reknit.engine.stored.run_record import Run, folder_above
 from reknit.errors import ReknitError, UsageError
 from reknit.events.phase import Recorder
+from reknit.events.progress import progress
 from reknit.events.to_file import outlets_for
-from reknit.frameworks import registry
 from reknit.keywords import checked_call
 from reknit.locations import location_text
 from reknit.options import SaveOptions
-from reknit.storage.registry import StoreRecipe, open_storage, recorded
+from reknit.storage.registry import open_storage, recipe, recorded
+from reknit.system import start_thread
 from reknit.types.entry import entered
-from reknit.types.small import lazy_property
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from os import PathLike
 
-    from reknit.api.ranks import AnyGroup, Ranks
+    from reknit.api.ranks import AnyGroup
     from reknit.comm.group import Group
-    from reknit.engine.memory.write import Written
-    from reknit.engine.reports import SaveReport
-    from reknit.types.shard import Holdings
+    from reknit.engine.background.background import Background
 
 
-class SaveRequest(Struct, frozen=True, kw_only=True, dict=True):
-    """The arguments of a call, as the user passed them; `wrong` is the error of its options.
-
-    `records` are the records of the run that the save is a step of, by the URLs of their folders.
-
-    The arguments are checked when the job is made, which happens inside the first round: an error on one rank
-    is then raised on all.
-    """
-
-    path: str | PathLike[str]
-    state: Mapping[str, Any]
-    options: SaveOptions
-    wrong: UsageError | None
-    ranks: Ranks
-    step: Any = None
-    wait: Any = False
-    overwrite: Any = False
-    metadata: Any = None
-    records: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def group(self) -> Group:
-        """The ranks that make this call."""
-        return self.ranks.group
-
-    @lazy_property
-    def place(self) -> StoreRecipe:
-        """Return the place to save to, for an agent."""
-        return place_of(self.path)
-
-    @lazy_property
-    def copies(self) -> list[StoreRecipe]:
-        """Return the places to promote to, for an agent."""
-        return [place_of(target.path) for target in self.options.promotions]
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether another process can open all these places."""
-        return all(place.elsewhere for place in (self.place, *self.copies))
-
-    def raises(self, error: ReknitError) -> bool:
-        """Return whether the call raises this error, or only logs it."""
-        return self.options.on_error == "raise" or isinstance(error, UsageError)
-
-    def save_job(self) -> SaveJob:
-        """Check the arguments of a save, open its store, and return its job."""
-        self._check()
-        warn_of_loose_tensors(self.state)
-        check_metadata(self.metadata or {})
-        check_flag("wait", self.wait)
-        check_flag("overwrite", self.overwrite)
-        step = checked_step(self.step)
-        storage = open_storage(self.path, durability=self.options.durability)
-        if self.copies:
-            check_promotion(storage, self.options, self.group.rank, overwrite=self.overwrite)
-        recorder = Recorder("save", self.group.rank, step, storage.url, outlets_for(self.options.events))
-        folder = folder_above(self.place.url)
-        record = self.records.get(folder)
-        return SaveJob(
-            collect=self._collect,
-            group=self.group,
-            storage=recorded(storage, recorder),
-            options=self.options,
-            recorder=recorder,
-            step=step,
-            overwrite=self.overwrite,
-            origin=_origin_of(self.group),
-            metadata=self.metadata or {},
-            url=self.place.url,
-            factory=self.place.factory,
-            promote_to=[
-                (copy.url, copy.factory, target.bytes_per_s, self.records.get(folder_above(copy.url)))
-                for copy, target in zip(self.copies, self.options.promotions, strict=True)
-            ],
-            run=None if record is None else Run(partial(open_storage, folder), record),
-        )
-
-    def warm_up_job(self) -> SaveJob:
-        """Check the arguments of `prepare`, open its store, and return its job."""
-        self._check()
-        storage = open_storage(self.path, durability=self.options.durability)
-        sinks = outlets_for(self.options.events)
-        return SaveJob(
-            collect=self._collect,
-            group=self.group,
-            storage=storage,
-            options=self.options,
-            recorder=Recorder("prepare", self.group.rank, None, storage.url, sinks),
-            url=self.place.url,
-            factory=self.place.factory,
-        )
-
-    def _check(self) -> None:
-        if self.wrong is not None:
-            raise self.wrong
-        check_state(self.state)
-
-    def _collect(self) -> Holdings:
-        group, ranks, _ = self.ranks
-        return registry.collect(self.state, group.rank, group.size, ranks=ranks)
+def read_call(
+    path: str | PathLike[str],
+    state: Mapping[str, Any],
+    options: SaveOptions,
+    group: AnyGroup | None,
+    wrong: UsageError | None,
+    *,
+    action: str = "save",
+    step: Any = None,
+    wait: Any = False,
+    overwrite: Any = False,
+    metadata: Any = None,
+    records: Mapping[str, str] = MappingProxyType({}),
+) -> SaveTask:
+    """Return the task of a call, checked, or with the error that all ranks will raise."""
+    acts, place, folder = acting(group, options.comm), place_of(path), ""
+    recorder = Recorder(action, acts.group.rank, path=place.url)
+    task = SaveTask(
+        place=place,
+        group=acts.group,
+        ranks=acts.ranks,
+        options=options,
+        recorder=recorder,
+        overwrite=overwrite,
+        metadata={} if metadata is None else metadata,
+        wrong=wrong,
+    )
+    if wrong is not None:
+        return task
+    try:
+        recipe(path)
+        check_state(state)
+        warn_of_loose_tensors(state)
+        check_metadata(task.metadata)
+        check_flag("wait", wait)
+        check_flag("overwrite", overwrite)
+        task.step = recorder.step = checked_step(step)
+        if options.promotions:
+            check_promotion(place.url, options, task.group.rank, overwrite=overwrite)
+        if (record := records.get(folder := folder_above(place.url))) is not None:
+            task.run = Run(partial(open_storage, folder), record)
+        for target in options.promotions:
+            to, record = place_of(target.path), records.get(folder_above(place_of(target.path).url))
+            task.promote_to.append((to.url, to.factory, target.bytes_per_s, record))
+        if task.group.rank == 0:
+            task.origin = _origin_of(task.group)
+        recorder.sinks = outlets_for(options.events)
+    except BaseException as error:  # Ctrl-C too: the other ranks wait for this one
+        task.wrong = error
+    return task
 
 
 def _origin_of(group: Group) -> dict[str, Any]:
@@ -178,7 +124,7 @@ def _version_of(name: str) -> str | None:
 
 logger = logging.getLogger("reknit")
 
-_earlier: weakref.WeakKeyDictionary[Group, save_story.EarlierSaves] = weakref.WeakKeyDictionary()
+_earlier: weakref.WeakKeyDictionary[Group, EarlierSaves] = weakref.WeakKeyDictionary()
 """The last saves of this process with each group, without those in the background."""
 
 
@@ -253,12 +199,12 @@ def save_in_run(
     """
     options, wrong_options = tried_options(options, SaveOptions, "save" if wait is True else None)
     wrong = wrong or wrong_options
-    request = SaveRequest(
-        path=path,
-        state=state,
-        options=options,
-        wrong=wrong,
-        ranks=acting(group, options.comm),
+    task = read_call(
+        path,
+        state,
+        options,
+        group,
+        wrong,
         step=step,
         wait=wait,
         overwrite=overwrite,
@@ -267,19 +213,24 @@ def save_in_run(
     )
     try:
         if wait:
-            outcome = _save_now(request.group, request.save_job, options)
+            url, saves = task.place.url, backgrounds_of(task.group)
+            task.after = [each for background in saves for each in background.under_way(url)]
+            here = Here(task, _earlier.setdefault(task.group, EarlierSaves()))
+            with closing(task):
+                with task.recorder.whole(), progress(task.recorder, start_thread, wanted=options.progress):
+                    driver.save(state, task, here)
+                outcome = _ended(here)
         else:
-            background = background_of(request.group, elsewhere=request.elsewhere)
-            outcome = background.save(request.group, request.save_job, request.place.url, options)
+            outcome = _save_at_agent(state, task)
             if wrong is not None:
                 outcome.result()  # raises the error here, and not only when the user asks for the result
         pending = PendingSave(outcome)
         begun(pending)
         if options.on_error == "raise":
-            for background in backgrounds_of(request.group):
-                background.surface(but=outcome)
+            for background in backgrounds_of(task.group):
+                background.raise_unread_errors(exclude=outcome)
     except ReknitError as error:
-        if request.raises(error):
+        if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("save to %s failed: %s", path, error)
         outcome = SaveOutcome(str(location_text(path)), step)
@@ -289,48 +240,57 @@ def save_in_run(
     return pending
 
 
-def _save_now(joined: Group, make: Callable[[], SaveJob], options: SaveOptions) -> SaveOutcome:
-    """Save, and return when the checkpoint is committed."""
-    with ExitStack() as last:
-        with raised_on_all_ranks(joined, ASSIGN, options.timeout_s):
-            job = make()
-            last.callback(job.storage.close)
-            for background in backgrounds_of(joined):
-                background.wait_for(job.url, options.timeout_s)
-        with job.recorder.whole():
-            report, written = save_story.save(job, _earlier.setdefault(joined, save_story.EarlierSaves()))
-        if joined.rank == 0:
-            for warning in report.warnings:
-                logger.warning("save to %s: %s", report.path, warning)
-        pending = SaveOutcome(report.path, report.step, promote_to=options.promotions)
-        pending.end(report)
-        pending.ranks = joined.size
-        if joined.rank == 0:
-            logger.info("%s", pending.summary(report.blocked_s))
-        if pending.promotion is not None:
-            _promote_now(pending, job, report, written)
-    return pending
+def _ended(here: Here) -> SaveOutcome:
+    """Return the outcome of a save that is committed, after its promotion."""
+    report, task = here.report(), here.task
+    outcome = SaveOutcome(report.path, report.step, promote_to=task.options.promotions)
+    if task.group.rank == 0:
+        for warning in report.warnings:
+            logger.warning("save to %s: %s", report.path, warning)
+    outcome.end(report)
+    outcome.ranks = task.group.size
+    if task.group.rank == 0:
+        logger.info("%s", outcome.summary(report.blocked_s))
+    if outcome.promotion is not None:
+        _promote_now(outcome, task, here)
+    return outcome
 
 
-def _promote_now(outcome: SaveOutcome, job: SaveJob, report: SaveReport, written: Sequence[Written]) -> None:
+def _save_at_agent(state: Mapping[str, Any], task: SaveTask) -> SaveOutcome:
+    """Save through the agent of this rank, and return when the state may change."""
+    from reknit.engine.background.at_agent import AtAgent  # saves that wait need none of it
+
+    outcome = SaveOutcome(task.place.url, promote_to=task.options.promotions)
+    driver.save(state, task, AtAgent(task, _background_of(task), outcome))
+    return outcome
+
+
+def _background_of(task: SaveTask) -> Background:
+    """Return the background saves for a task: in the trainer if no other process can open its stores."""
+    places = [task.place.url, *(target.path for target in task.options.promotions)]
+    return background_of(task.group, in_process=not all(place_of(place).elsewhere for place in places))
+
+
+def _promote_now(outcome: SaveOutcome, task: SaveTask, here: Here) -> None:
     """Promote a save of all ranks to each place; a place that fails does not prevent the others."""
     from reknit.engine.stored.promote import Target, promote_saved  # most saves are not promoted
 
-    for number, place in enumerate(job.options.promotions):
-        opened = partial(open_storage, place.path, durability=job.options.durability)
-        url, _, _, record = job.promote_to[number]
+    for number, place in enumerate(task.options.promotions):
+        opened = partial(open_storage, place.path, durability=task.options.durability)
+        url, _, _, record = task.promote_to[number]
         run = None if record is None else Run(partial(open_storage, folder_above(url)), record)
         target = Target(opened, place.bytes_per_s, recorded, run)
         try:
-            outcome.end_promotion(number, promote_saved(job, report.write_id, written, job.group, target))
+            report = promote_saved(task, here.write_id, here.written, group=task.group, to=target)
+            outcome.end_promotion(number, report)
         except ReknitError as error:
             outcome.end_promotion(number, error)
     promotion = outcome.promotion
     assert promotion is not None
     if promotion.error is not None:
-        if job.options.on_error == "raise":
+        if task.options.on_error == "raise":
             raise promotion.error
-        logger.warning("%s is saved, but not promoted: %s", report.path, promotion.error)
+        logger.warning("%s is saved, but not promoted: %s", outcome.path, promotion.error)
 
 
 @checked_call
@@ -357,19 +317,18 @@ def prepare(
     same error, as for `save`, and `ShortageError` if memory is short.  With ``on_error="warn"`` all errors
     but those of wrong calls are logged, and the first save prepares the rest.
     """
+    from reknit.engine.background.at_agent import AtAgent  # saves that wait need none of it
+
     options, wrong = tried_options(options, SaveOptions)
-    request = SaveRequest(
-        path=path,
-        state={} if state is None else state,
-        options=options,
-        wrong=wrong,
-        ranks=acting(group, options.comm),
-    )
+    state = {} if state is None else state
+    task = read_call(path, state, options, group, wrong, action="prepare")
     try:
-        background = background_of(request.group, elsewhere=request.elsewhere)
-        background.prepare(request.group, request.warm_up_job, request.place.url, options)
+        outcome = SaveOutcome(task.place.url, logged=False)
+        outcome.is_read = True  # it is raised here, so no later save needs to raise it
+        driver.prepare(state, task, AtAgent(task, _background_of(task), outcome))
+        outcome.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
     except ReknitError as error:
-        if request.raises(error):
+        if options.on_error == "raise" or isinstance(error, UsageError):
             raise
         logger.warning("could not prepare for saves to %s: %s", path, error)
 

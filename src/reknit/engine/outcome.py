@@ -54,8 +54,8 @@ class Awaited(Generic[_Report]):
         self._what = what
         self.logged = True
         """Whether its end is also logged, because nobody may ask for it."""
-        self.asked = False
-        """Whether somebody asked for the outcome; if not, the next save raises a failure."""
+        self.is_read = False
+        """Whether somebody has read the outcome; if not, the next save raises a failure."""
         self.report: _Report | None = None
         self.error: BaseException | None = None
         self._ended, self._log_written = threading.Event(), threading.Event()
@@ -103,7 +103,7 @@ class Awaited(Generic[_Report]):
         if ended:
             self._ended.set()
         else:
-            self.asked = True  # by no later save
+            self.is_read = True  # by no later save
             self._set(error, None)
 
     def done(self) -> bool:
@@ -119,7 +119,7 @@ class Awaited(Generic[_Report]):
     def result(self, timeout: float | None = None) -> _Report:
         """Return the report or raise the error.  Raises `DeadlineError` after `timeout` seconds."""
         self.wait(timeout)
-        self.asked = True
+        self.is_read = True
         if self.error is not None:
             raise self.error
         assert self.report is not None
@@ -168,12 +168,12 @@ class SaveOutcome(Awaited[SaveReport]):
         self._staged.set()
 
     @property
-    def unasked(self) -> bool:
-        """Whether it failed, and nobody has asked."""
+    def unread(self) -> bool:
+        """Whether it failed, and nobody has read the error."""
         if self.error is not None:
-            return not self.asked and not self.skipped
+            return not self.is_read and not self.skipped
         promotion = self.promotion
-        return promotion is not None and promotion.error is not None and not promotion.asked
+        return promotion is not None and promotion.error is not None and not promotion.is_read
 
     def failure(self) -> tuple[str, BaseException | None]:
         """Return the part that has failed, with its error: the save, or its promotion."""
@@ -328,7 +328,7 @@ class PendingSave(Shown):
         self._refuse_inside("promoted")
         outcome.promotion.wait(timeout)
         if outcome.error is not None:
-            outcome.asked = True  # the error that is raised now is that of the save
+            outcome.is_read = True  # the error that is raised now is that of the save
         return outcome.promotion.result()
 
     def _refuse_inside(self, wait: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reknit.frameworks.walk import Adapter
     from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Arrays
+    from reknit.frameworks.walk.walk_cache import TensorSigner
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings
     from reknit.types.wanted import Wanted
@@ -41,21 +42,23 @@ def collect(
     `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
     Raises `StateError`, with the key path, for a value that cannot be saved.
     """
-    signers = _all(_loaded()[0], "signers")
-    make = partial(saving, state, rank, size, ranks=ranks)
-    # Frameworks of users, and extensions for torch's objects, may store any of these objects in another way.
-    if custom.adapters() or make().extensions or not signers:
-        return make().walk()
-    from reknit.frameworks.walk.walk_cache import walk_cache  # a load needs none of it
+    from reknit.frameworks.walk.save_walk import Saving  # a load needs none of it
 
-    return walk_cache.collect(make, signers[0])
+    known = _known()
+    make = partial(Saving, _checked(state), _world(rank, size, ranks), *known.for_walks)
+    # Frameworks of users, and extensions for torch's objects, may store any of these objects in another way.
+    if custom.adapters() or known.extensions or not known.signers:
+        return make().walk()
+    from reknit.frameworks.walk.walk_cache import walk_cache
+
+    return walk_cache.collect(make, known.signers[0])
 
 
 def saving(state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None) -> Saving:
     """Return a walk through a state that collects its shards and values once."""
     from reknit.frameworks.walk.save_walk import Saving
 
-    return Saving(_checked(state), _world(rank, size, ranks), *_known())
+    return Saving(_checked(state), _world(rank, size, ranks), *_known().for_walks)
 
 
 def wanted(
@@ -75,7 +78,8 @@ def wanted(
     """
     from reknit.frameworks.walk.load_walk import Loading  # a save needs none of it
 
-    loading = Loading(_checked(state), _world(rank, size, ranks), *_known(), catalog=catalog, beside=beside)
+    known, world = _known(), _world(rank, size, ranks)
+    loading = Loading(_checked(state), world, *known.for_walks, catalog=catalog, beside=beside)
     with _lasting_tensors():
         for item, value in state.items():
             loading.visit(value, Place(item), setter(state, item))
@@ -113,8 +117,22 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
     return World(rank, size, tuple(range(size)) if ranks is None else tuple(ranks))
 
 
-def _known() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...], tuple[Any, ...]]:
-    """Return the adapters in the order of use, the libraries with tensors, and the extensions."""
+class _Known(NamedTuple):
+    """The adapters in the order of use, libraries with tensors, extensions, and readers of many tensors."""
+
+    adapters: tuple[Adapter, ...]
+    libraries: tuple[Arrays, ...]
+    extensions: tuple[Any, ...]
+    signers: tuple[TensorSigner, ...]
+
+    @property
+    def for_walks(self) -> tuple[Any, ...]:
+        """The part that walks take."""
+        return self[:3]
+
+
+def _known() -> _Known:
+    """Return what is known of the frameworks that are imported."""
     found, of_frameworks = _loaded()
     libraries = (*_all(found, "libraries"), NumpyArrays())
     adapters: tuple[Adapter, ...] = (
@@ -126,7 +144,7 @@ def _known() -> tuple[tuple[Adapter, ...], tuple[Arrays, ...], tuple[Any, ...]]:
         ContainerAdapter(),
         ValueAdapter(),
     )
-    return adapters, libraries, _all(found, "extensions")
+    return _Known(adapters, libraries, _all(found, "extensions"), _all(found, "signers"))
 
 
 def _loaded() -> tuple[list[ModuleType], list[Any]]:

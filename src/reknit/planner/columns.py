@@ -201,8 +201,11 @@ def columns_of(
 ) -> RankColumns:
     """Return the part of one rank: its own tables, without repetitions, and lists with their tables."""
     own = {name: list(entries) for name, entries in tables.items()}
-    columns = {name: Blocks.of(values, table) for name, (values, table) in lists.items()}
-    columns |= {name: Blocks.of(np.arange(len(entries)), name) for name, entries in own.items()}
+    numbers: dict[str, tuple[ArrayLike, str]] = {name: (range(len(own[name])), name) for name in own}
+    columns = {}
+    for name, (list_of_rank, table) in [*lists.items(), *numbers.items()]:
+        values = np.asarray(list_of_rank, np.int64).reshape(-1)
+        columns[name] = Blocks(values, np.array([len(values)], np.int64), np.zeros(1, np.int64), table)
     return RankColumns(np.array([rank], np.int64), own, columns)
 
 

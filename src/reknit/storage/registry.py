@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 from urllib.parse import unquote
@@ -117,6 +118,20 @@ class StoreRecipe(NamedTuple):
     url: str
     elsewhere: bool
     factory: str | None = None
+
+    def open(self, durability: Durability, recorder: Recorder) -> Storage:
+        """Open the store, whose operations are recorded."""
+        return recorded(open_storage(self.url, durability=durability), recorder)
+
+    def copies_files(self, durability: Durability) -> bool:
+        """Return whether the store can copy files of an earlier checkpoint.
+
+        Only a store of another package is opened for that; those of this module can.
+        """
+        if getattr(factories.get(_scheme(self.url) or "file"), "__module__", "") == __name__:
+            return True
+        with closing(open_storage(self.url, durability=durability)) as storage:
+            return getattr(storage, "copy_from", None) is not None
 
 
 def recipe(url: str | os.PathLike[str]) -> StoreRecipe:

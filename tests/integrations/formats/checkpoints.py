@@ -12,14 +12,12 @@ import torch
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.engine.saving.save import save
-from reknit.engine.saving.task import SaveJob
-from reknit.events.phase import Recorder
 from reknit.options import SaveOptions
 from reknit.storage.registry import open_storage
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import Holdings, Shard, TensorSpec
+from tests.engine.held import save_held, task_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,16 +38,9 @@ def save_in_boxes(
     ]
     storage = open_storage(path, durability="process")
     holdings = Holdings((item,), tuple(shards), ())
-    job = SaveJob(
-        collect=lambda: holdings,
-        group=SoloGroup(0),
-        storage=storage,
-        options=SaveOptions(),
-        recorder=Recorder("save"),
-        step=1,
-        origin={"world_size": 1},
+    save_held(
+        lambda: holdings, task_at(storage, SoloGroup(0), SaveOptions(), step=1, origin={"world_size": 1})
     )
-    save(job)
     storage.close()
 
 

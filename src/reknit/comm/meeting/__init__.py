@@ -1,1 +1,1 @@
-"""How ranks without a connection find each other."""
+"""Meetings of ranks without a connection."""

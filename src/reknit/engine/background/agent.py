@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from reknit.comm.group import Group, SoloGroup, Topology, quietly
-from reknit.engine.background import messages as say
+from reknit.engine.background import messages
 from reknit.engine.background.lanes import Lanes, work
 from reknit.engine.stored.agents import Note
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from reknit.engine.background.agent_save import AgentSave, AgentState, WarmUp
     from reknit.engine.background.lanes import Jobs, PromotionLane
-    from reknit.engine.memory.write import Tuner
     from reknit.processes.shared_memory import SharedMemory
 
 logger = logging.getLogger("reknit")
@@ -65,16 +64,16 @@ class Agent:
         self._to_write: Jobs = queue.SimpleQueue()
         self._to_commit: Jobs = queue.SimpleQueue()
         self._handlers: dict[type[Message], Callable[..., None]] = {
-            say.Join: self._join,
-            say.ConnectParent: self._connect_parent,
-            say.GiveArena: self._take_arena,
-            say.DropArenas: self._drop,
-            say.ShareValues: self._map_values,
-            say.Begin: self._begin,
-            say.Planned: self._plan,
-            say.Filled: self._fill,
-            say.Ready: self._make_ready,
-            say.Abandon: self._abandon,
+            messages.Join: self._join,
+            messages.ConnectParent: self._connect_parent,
+            messages.GiveArena: self._take_arena,
+            messages.DropArenas: self._drop,
+            messages.ShareValues: self._map_values,
+            messages.Begin: self._begin,
+            messages.Planned: self._plan,
+            messages.Filled: self._fill,
+            messages.Ready: self._make_ready,
+            messages.Abandon: self._abandon,
         }
 
     def run(self) -> None:
@@ -88,7 +87,7 @@ class Agent:
                 workers[name] = start_thread(f"reknit-agent-{name}", partial(work, jobs))
             announced = self._serve()
         except BaseException as error:  # an exit status would not show the cause
-            self._channel.try_send(say.AgentFailed(typed(error).to_wire()))
+            self._channel.try_send(messages.AgentFailed(typed(error).to_wire()))
             raise
         finally:
             self.outlive(announced=announced)  # also after a bug: no thread may wait forever for a message
@@ -115,7 +114,7 @@ class Agent:
             received = self._channel.receive()
             if received is None:
                 return False
-            if isinstance(received.message, say.Quit):
+            if isinstance(received.message, messages.Quit):
                 return True
             # Some messages come with a descriptor.
             fds = () if received.fd is None else (received.fd,)
@@ -148,14 +147,14 @@ class Agent:
         except RuntimeError:  # no further thread: staged saves are written without a limit
             signal.alarm(math.ceil(limit_s))
 
-    def _join(self, join: say.Join) -> None:
+    def _join(self, join: messages.Join) -> None:
         self._rank = join.rank
         if join.low_priority and self._trainer is not None:
             with suppress(OSError):  # a sandbox may refuse even this
                 os.nice(_LOW_NICE)
         if len(join.hosts) == 1:
             self._group = SoloGroup(join.generation)
-            self._channel.try_send(say.Listening("", None))
+            self._channel.try_send(messages.Listening("", None))
             return
         with quietly():
             from reknit.comm.tree.tree_group import (
@@ -173,32 +172,32 @@ class Agent:
                 options=self._comm,
             )
         except ReknitError as error:
-            self._channel.try_send(say.Joined(error.to_wire()))
+            self._channel.try_send(messages.Joined(error.to_wire()))
         else:
-            self._channel.try_send(say.Listening(self._port.address, self._port.above))
+            self._channel.try_send(messages.Listening(self._port.address, self._port.above))
 
-    def _connect_parent(self, connect: say.ConnectParent) -> None:
+    def _connect_parent(self, connect: messages.ConnectParent) -> None:
         if self._port is not None:
             try:
                 self._port.connect_parent(connect.above)
             except ReknitError as error:
-                self._channel.try_send(say.Joined(error.to_wire()))
+                self._channel.try_send(messages.Joined(error.to_wire()))
                 return
             send = self._channel.try_send
-            self._port.on_broken(lambda error: send(say.Broken(isinstance(error, GroupClosedError))))
+            self._port.on_broken(lambda error: send(messages.Broken(isinstance(error, GroupClosedError))))
             self._group = self._port
-        self._channel.try_send(say.Joined(None))
+        self._channel.try_send(messages.Joined(None))
 
-    def _take_arena(self, given: say.GiveArena, fd: int) -> None:
+    def _take_arena(self, given: messages.GiveArena, fd: int) -> None:
         from reknit.processes.shared_memory import SharedMemory  # brings NumPy, as `_maker` does
 
         self._arenas[given.number] = SharedMemory(fd, given.nbytes)
 
-    def _drop(self, drop: say.DropArenas) -> None:
+    def _drop(self, drop: messages.DropArenas) -> None:
         for number in drop.numbers:
             self._arenas.pop(number).close()
 
-    def _map_values(self, lend: say.ShareValues, fd: int) -> None:
+    def _map_values(self, lend: messages.ShareValues, fd: int) -> None:
         """Map values of a save that is about to begin."""
         try:
             memory = memoryview(map_file(fd, lend.nbytes))
@@ -207,7 +206,7 @@ class Agent:
         views = {number: memory[begin:end] for number, begin, end in lend.blobs}
         self._values.setdefault(lend.number, {}).update(views)
 
-    def _begin(self, begin: say.Begin) -> None:
+    def _begin(self, begin: messages.Begin) -> None:
         for number, view in self._values.pop(begin.number, {}).items():
             begin.claims.blobs[number].data = cast("bytes", view)  # its readers treat a view as bytes
         options = SaveOptions(**begin.options)
@@ -216,7 +215,7 @@ class Agent:
         except ReknitError as error:
             self._refuse(begin.number, error, options.timeout_s)
         else:
-            self.take_up(save, self._maker.tuner(begin.url, options), options.timeout_s)
+            self.take_up(save, options.timeout_s)
 
     @lazy_property
     def _maker(self) -> AgentState:
@@ -225,9 +224,9 @@ class Agent:
 
         if self._rank == 0:
             self._to_commit.put(_load_index_code)
-        return AgentState(self._channel)
+        return AgentState(self._channel.try_send)
 
-    def take_up(self, save: AgentSave, tuner: Tuner, timeout_s: float) -> None:
+    def take_up(self, save: AgentSave, timeout_s: float) -> None:
         """Queue a save for the workers, after all earlier saves."""
         group = self._group
         # A commit to a path removes all other files there, so no later save may have written there yet.
@@ -238,12 +237,12 @@ class Agent:
         self._longest_s = max(self._longest_s, timeout_s)
 
         def commit() -> None:
-            save.commit(self._maker.coordinator)
+            save.commit()
             if save.promotes:
                 self._promote(save, group, timeout_s)
 
         before = earlier[-1] if earlier else None
-        self._to_write.put(lambda: save.write(tuner, before))
+        self._to_write.put(lambda: save.write(before))
         self._to_commit.put(commit)
 
     def _promote(self, save: AgentSave, group: Group, timeout_s: float) -> None:
@@ -281,9 +280,9 @@ class Agent:
             try:
                 refuse(number, error, group, timeout_s)
             except BaseException as announced:  # that of another rank, perhaps
-                self._channel.try_send(say.SaveDone(number, typed(announced).to_wire()))
+                self._channel.try_send(messages.SaveDone(number, typed(announced).to_wire()))
 
-        self._channel.try_send(say.ArenaFree(number))
+        self._channel.try_send(messages.ArenaFree(number))
         self._to_commit.put(refuse_everywhere)
 
     def _note_saves(self) -> None:
@@ -297,19 +296,19 @@ class Agent:
             self.saves.pop(save.number, None)
         self._note_saves()
 
-    def _plan(self, planned: say.Planned) -> None:
+    def _plan(self, planned: messages.Planned) -> None:
         if (save := self.saves.get(planned.number)) is not None:
             save.plan(planned, self._arenas[planned.arena])
 
-    def _fill(self, filled: say.Filled) -> None:
+    def _fill(self, filled: messages.Filled) -> None:
         if (save := self.saves.get(filled.number)) is not None:  # else it failed, and is over
             save.fill(filled.span)
 
-    def _make_ready(self, ready: say.Ready) -> None:
+    def _make_ready(self, ready: messages.Ready) -> None:
         if (warm_up := self.saves.get(ready.number)) is not None:  # else it failed, and is over
             cast("WarmUp", warm_up).make_ready()
 
-    def _abandon(self, abandon: say.Abandon) -> None:
+    def _abandon(self, abandon: messages.Abandon) -> None:
         self._values.pop(abandon.number, None)
         error = from_wire(abandon.error)
         save = self.saves.get(abandon.number)
@@ -332,7 +331,7 @@ def main(fd: int, trainer: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(name)s: %(message)s")
-    Agent(Channel(socket.socket(fileno=fd), say.decode), trainer).run()
+    Agent(Channel(socket.socket(fileno=fd), messages.decode), trainer).run()
 
 
 if __name__ == "__main__":

@@ -1,28 +1,26 @@
-"""The save story of an agent, in two threads: one writes, one commits; the trainer may die at any moment.
+"""A save in an agent, in two threads: one writes, one holds the rounds; the trainer may die at any moment.
 
-The state that the saves of an agent share, and the warm-ups among them.
-
-An agent imports this module, and with it the code that writes and commits, when its first save begins.
-Earlier imports would delay the join of the agents, for which trainers wait.
+Both take the steps of `saving.here.Here`, with files in an arena instead of live memory.  An agent imports
+this module, and with it the code that writes and commits, when its first save begins.  Earlier imports would
+delay the join of the agents, for which trainers wait.
 """
 
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
 from reknit.engine import messages as round_messages
-from reknit.engine.background import messages as circumstances
-from reknit.engine.background import messages as say
-from reknit.engine.background.promotions import AgentPromotions, agent_job
+from reknit.engine.background import messages
+from reknit.engine.background.promotions import AgentPromotions, agent_task
 from reknit.engine.memory.workers import SPAN_NBYTES, lay_out
-from reknit.engine.memory.write import Tuner, discard, write_files
-from reknit.engine.reports import SaveTotals
+from reknit.engine.memory.write import ByteSource, Tuner
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.engine.saving.here import ASSIGN, assign, assign_turn, commit_turn
-from reknit.engine.saving.reuse import Committed, Reuse
+from reknit.engine.saving.here import ASSIGN, EarlierSaves, Here
+from reknit.engine.saving.packing import merge_claims
+from reknit.engine.saving.part import claims
 from reknit.engine.stored.promote import close_quietly
 from reknit.environment import cores_per_rank
 from reknit.errors import DeadlineError, typed
@@ -30,41 +28,70 @@ from reknit.events.phase import Deadline, now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from reknit.engine.background.messages import Circumstances
+    from reknit.engine.background.messages import ProcessContext
     from reknit.engine.memory.workers import Arena
-    from reknit.engine.memory.write import Written
-    from reknit.engine.saving.here import CommitTurn
-    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.saving.task import SaveTask
     from reknit.errors import ReknitError
     from reknit.options import SaveOptions
-    from reknit.processes.channel import Channel
     from reknit.processes.shared_memory import SharedMemory
 
+_CORES_FOR_BOTH = cores_per_rank() >= 2
+"""Whether a core is free for digests while the trainer copies, for which training waits."""
 
-class ArenaImage:
+
+class ArenaFiles(ByteSource):
     """The files of a save in an arena, with the spans that are still to be filled, and to be written."""
 
-    def __init__(self, planned: say.Planned, arena: SharedMemory) -> None:
-        self.planned = planned
-        self._arena = arena
+    def __init__(self, save: ReceivedSave, planned: messages.Planned, arena: SharedMemory) -> None:
+        self.plan, self.items = save.begin.claims.plan, planned.items
+        self.listed, self.columns = planned.files, planned.columns
+        self._save, self._arena = save, arena
         self._spans = lay_out([nbytes for _, _, nbytes in planned.files], planned.ring)
         self._number = {(span.file, span.start): k for k, span in enumerate(self._spans)}
-        self.is_ring = any(span.after >= 0 for span in self._spans)
+        self._is_ring = any(span.after >= 0 for span in self._spans)
         self.to_fill = set(range(len(self._spans)))
-        self.to_write = [span.nbytes for span in self._spans]
+        self._to_write = [span.nbytes for span in self._spans]
+        self._counting = threading.Lock()
 
-    def span(self, file: int, start: int) -> int:
-        """Return the number of the span that holds byte `start` of a file."""
-        return self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
+    def source(self, write_id: str, timeout_s: float) -> AbstractContextManager[ArenaFiles]:
+        """Return the files themselves, whose headers have the write id."""
+        return nullcontext(self)
 
-    def view(self, span: int, start: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return the bytes in the arena of the span's file from `start` on."""
-        low = self._spans[span].at + start - self._spans[span].start
+    @property
+    def compares(self) -> bool:
+        """Whether pieces may be compared: the bytes in a ring are overwritten once they were."""
+        return not self._is_ring
+
+    @property
+    def busy(self) -> bool:
+        """Whether the trainer copies, for which training waits, and no other core is free for digests."""
+        return not (self._is_ring or _CORES_FOR_BOTH or self._save.staged)
+
+    def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        """Return a piece in the arena, as soon as the trainer has filled it."""
+        number = self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
+        self._save.wait_until(lambda: number not in self.to_fill)
+        low = self._spans[number].at + start - self._spans[number].start
         return self._arena.bytes[low : low + nbytes]
+
+    def release(self, file: int, start: int, nbytes: int) -> None:
+        """Report a span of a ring to the trainer when all of it is written, to be filled again."""
+        if self._is_ring:
+            number = self._number[file, start // SPAN_NBYTES * SPAN_NBYTES]
+            with self._counting:
+                self._to_write[number] -= nbytes
+                is_written = self._to_write[number] == 0
+            if is_written:
+                self._save.send(messages.Freed(self._save.number, number))
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the save, and wake the threads that wait for the trainer."""
+        self._save.fail(error)
 
 
 class ReceivedSave:
@@ -74,13 +101,14 @@ class ReceivedSave:
     round.
     """
 
-    def __init__(self, begin: say.Begin, job: SaveJob, channel: Channel) -> None:
-        self.begin, self.job = begin, job
+    def __init__(
+        self, begin: messages.Begin, task: SaveTask, send: Callable[[messages.AgentMessage], bool]
+    ) -> None:
+        self.begin, self.task, self.send = begin, task, send
         self.number = begin.number
         self.since = now()
         self.error: ReknitError | None = None
-        self.image: ArenaImage | None = None
-        self._channel = channel
+        self.files: ArenaFiles | None = None
         self._changed = threading.Condition()
         self._staged = False
 
@@ -95,19 +123,19 @@ class ReceivedSave:
         with self._changed:
             return self._staged
 
-    def plan(self, planned: say.Planned, arena: SharedMemory) -> None:
+    def plan(self, planned: messages.Planned, arena: SharedMemory) -> None:
         """Take the files of the save, and the arena that will hold them."""
         with self._changed:
-            self.image = ArenaImage(planned, arena)
-            self._staged = not self.image.to_fill
+            self.files = ArenaFiles(self, planned, arena)
+            self._staged = not self.files.to_fill
             self._changed.notify_all()
 
     def fill(self, span: int) -> None:
         """Record that a span holds its bytes."""
         with self._changed:
-            if self.image is not None:
-                self.image.to_fill.discard(span)
-                self._staged = not self.image.to_fill
+            if self.files is not None:
+                self.files.to_fill.discard(span)
+                self._staged = not self.files.to_fill
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -116,48 +144,36 @@ class ReceivedSave:
             self.error = self.error or typed(error)
             self._changed.notify_all()
 
-    def fetch(self, file: int, start: int, nbytes: int, _: Arena) -> NDArray[np.uint8]:
-        """Return a piece of a file from the arena, as soon as the trainer has filled it."""
-        image = self.image
-        assert image is not None
-        span = image.span(file, start)
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready`.  Raises the error of the save."""
         with self._changed:
-            self._changed.wait_for(lambda: span not in image.to_fill or self.error is not None)
+            self._changed.wait_for(lambda: ready() or self.error is not None)
             if self.error is not None:
                 raise self.error
-        return image.view(span, start, nbytes)
-
-    def free(self, file: int, start: int, nbytes: int) -> None:
-        """Report a span to the trainer when all of it is written, so that its place can be filled again."""
-        image = self.image
-        assert image is not None
-        span = image.span(file, start)
-        with self._changed:
-            image.to_write[span] -= nbytes
-            free = image.to_write[span] == 0
-        if free:
-            self._channel.try_send(say.Freed(self.number, span))
-
-
-_CORES_FOR_BOTH = cores_per_rank() >= 2
-"""Whether a core is free for digests while the trainer copies, for which training waits."""
 
 
 class AgentSave(ReceivedSave):
     """A save under way in an agent."""
 
-    def __init__(self, begin: say.Begin, job: SaveJob, channel: Channel, committed: Committed) -> None:
-        super().__init__(begin, job, channel)
-        self.promotions = AgentPromotions(begin, job, self._end_promotion)
+    def __init__(
+        self,
+        begin: messages.Begin,
+        task: SaveTask,
+        send: Callable[[messages.AgentMessage], bool],
+        earlier: EarlierSaves,
+        tuner: Tuner,
+    ) -> None:
+        super().__init__(begin, task, send)
+        # Not the write id, which a rank lacks if its trainer did not begin this save.
+        self.here = Here(task, earlier, subject=f"save {begin.number}", tuner=tuner)
+        self.promotions = AgentPromotions(begin, task, self._end_promotion)
         self.note_end: Callable[[], None] = lambda: None
         """Called before the trainer receives the end of the save, or of one of its promotions."""
-        self._committed = committed
-        self._reuse: Reuse | None = None
-        self._written: list[Written] | None = None
+        self._is_written = False
         # A save that commits to this path removes the files of other saves without a marker.
         # This does not matter without `overwrite`: then the save fails anyway if another has committed.
         # In the first save to a folder, the assignment also has the files that may be taken over.
-        self._may_write = not begin.overwrite and committed.beside(job.storage) is not None
+        self._may_write = not begin.overwrite and earlier.committed.beside(task.storage) is not None
         self.over = threading.Event()
         """Set when the save and all its promotions have ended."""
 
@@ -178,131 +194,92 @@ class AgentSave(ReceivedSave):
                 lambda: self.over.is_set() or (self.promotes and not promoted), timeout_s
             )
 
-    def write(self, tuner: Tuner, before: AgentSave | None) -> None:
+    def write(self, before: AgentSave | None) -> None:
         """Write the data files while their spans are filled, after the save `before` this one has ended.
 
         The commit round raises its errors.
         """
-        written: list[Written] = []
-        job, write_id = self.job, self.begin.claims.write_id
         try:
             if before is not None:
                 before.over.wait()
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: (self.image is not None and self._may_write) or self.error is not None
-                )
-                image, error = self.image, self.error
-            if error is None and image is not None:
-                reuse = self._reuse = Reuse(job, self._committed, write_id, image.planned.files)
-                written += write_files(
-                    job.storage,
-                    reuse.files,
-                    self.fetch,
-                    tuner=tuner,
-                    recorder=job.recorder,
-                    written=self.free if image.is_ring else None,
-                    failed=self.fail,
-                    busy=None if image.is_ring or _CORES_FOR_BOTH else lambda: not self.staged,
-                    # The bytes in a ring are overwritten once they were compared.
-                    earlier=None if image.is_ring else reuse,
-                )
+            self.wait_until(lambda: self.files is not None and self._may_write)
+            assert self.files is not None
+            self.here.write(self.files, self.begin.claims.write_id)
         except BaseException as error:  # also a bug: the other ranks wait for this one's receipt
             self.fail(error)
         finally:
-            self._channel.try_send(say.ArenaFree(self.number))
+            self.send(messages.ArenaFree(self.number))
             with self._changed:
-                self._written = written
+                self._is_written = True
                 self._changed.notify_all()
 
-    def commit(self, coordinator: Coordinator) -> None:
+    def commit(self) -> None:
         """Hold the rounds of this save with all ranks, and report its end to the trainer."""
         try:
-            written, totals = self._hold_rounds(coordinator)
+            self._hold_rounds()
         except BaseException as error:  # Ctrl-C cannot come here, and a bug must reach the trainer too
             self.fail(error)
-            coordinator.give_up()
-            self._discard()
-            done = say.SaveDone(self.number, typed(error).to_wire())
+            with self._changed:  # the trainer drops the save with the next message
+                self._changed.wait_for(lambda: self._is_written)
+            done = messages.SaveDone(self.number, typed(error).to_wire())
         else:
-            done = say.SaveDone(self.number, None, totals)
+            done = messages.SaveDone(self.number, None, self.here.totals)
             if self.promotions.targets:
-                self._keep_for_promotion(written)
-        self.job.recorder.flush()
-        done.records = [record.as_dict() for record in self.job.recorder.records]
+                self._keep_for_promotion()
+        self.task.recorder.flush()
+        done.records = [record.as_dict() for record in self.task.recorder.records]
         self._end(done, last=not self.promotes)
 
-    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], SaveTotals]:
-        """Assign, and commit; return the files that this rank wrote, and the figures of the save."""
-        assigned = self._assign(coordinator)
-        with self._changed:
-            self._may_write = True
-            self._changed.notify_all()
-        with commit_turn(self.job, coordinator, self.begin.claims, assigned) as commit:
-            self._wait_written(commit)
-            assert self.image is not None
-            planned = self.image.planned
-            commit.commit(planned.items, planned.columns)
-        assert self._reuse is not None
-        self._reuse.remember(commit.written)
-        return commit.written, commit.totals(self._reuse.nbytes)
+    def _hold_rounds(self) -> None:
+        """Take the steps of a writer in its rounds; the other thread writes."""
+        with self.here.rounds():
+            try:
+                if self.error is not None:
+                    raise self.error
+                assigned = self.here.agree(self.begin.claims)
+                self.send(messages.Assigned(self.number, assigned.shard_owners))
+                with self._changed:
+                    self._may_write = True
+                    self._changed.notify_all()
+                self._wait_written()
+                assert self.files is not None
+                self.here.commit(self.files)
+            except BaseException as error:
+                self.fail(error)  # so that the other thread does not begin to write
+                raise
 
-    def _assign(self, coordinator: Coordinator) -> round_messages.Assignment:
-        """Hold the round that assigns the work of all ranks, and send the trainer its part."""
-        begin = self.begin
-        # Not the write id, which a rank lacks if its trainer did not begin this save.
-        with assign_turn(self.job, subject=f"save {self.number}") as turn:
-            if self.error is not None:
-                raise self.error
-            committed = None if begin.warm_up else self._committed
-            assigned = assign(turn, coordinator, self.job, begin.claims, committed)
-        self._channel.try_send(say.Assigned(self.number, assigned.shard_owners))
-        return assigned
-
-    def _wait_written(self, commit: CommitTurn) -> None:
-        """Wait until the data files of this rank are written, and pass them to the commit round."""
+    def _wait_written(self) -> None:
+        """Wait until the data files of this rank are written.  Raises the error of the save."""
         with self._changed:
-            self._changed.wait_for(lambda: self._written is not None)
-            assert self._written is not None
-            mine, self._written = self._written, []
-            commit.written += mine
+            self._changed.wait_for(lambda: self._is_written)
             if self.error is not None:
                 raise self.error
 
-    def _discard(self) -> None:
-        """Delete the files that this rank wrote without reaching the commit round."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._written is not None)
-            written = self._written or []
-        for file in written:
-            with suppress(Exception):  # a foreign store may raise any error; a file that stays is only litter
-                discard(self.job.storage, file.path)
-
-    def _keep_for_promotion(self, written: list[Written]) -> None:
+    def _keep_for_promotion(self) -> None:
         """Drop all memory that a promotion does not need: many may wait for a slow store."""
         with self._changed:
-            self.promotions.written = written
-            self.image = None
+            self.promotions.written = self.here.written
+            self.files = None
             self._changed.notify_all()
         claimed = self.begin.claims
         self.begin.claims = round_messages.RankClaims(claimed.write_id, claimed.step, claimed.plan, None, [])
 
-    def _end_promotion(self, end: say.Promoted) -> bool:
+    def _end_promotion(self, end: messages.Promoted) -> bool:
         with self._changed:
             self.promotions.left.discard(end.target)
             last = not self.promotions.left
         return self._end(end, last=last)
 
-    def _end(self, end: say.SaveDone | say.Promoted, *, last: bool) -> bool:
+    def _end(self, end: messages.SaveDone | messages.Promoted, *, last: bool) -> bool:
         """Send an end to the trainer; return whether it was sent.  The last end lets the next save write."""
         if last:
             with self._changed:
                 self.over.set()
                 self._changed.notify_all()
         self.note_end()
-        is_sent = self._channel.try_send(end)
+        is_sent = self.send(end)
         if last:
-            close_quietly(self.job.storage)
+            close_quietly(self.task.storage)
         return is_sent
 
 
@@ -328,38 +305,49 @@ class WarmUp(AgentSave):
         """No places, as a warm-up makes no checkpoint."""
         return []
 
-    def write(self, tuner: Tuner, before: AgentSave | None) -> None:
+    def write(self, before: AgentSave | None) -> None:
         """Write nothing."""
         with self._changed:
-            self._written = []
+            self._is_written = True
             self._changed.notify_all()
 
-    def _hold_rounds(self, coordinator: Coordinator) -> tuple[list[Written], SaveTotals]:
+    def _hold_rounds(self) -> None:
         """Assign the work as in a save, and wait until all ranks are ready."""
-        self._assign(coordinator)
-        group, timeout_s = self.job.group, self.job.options.timeout_s
-        with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=f"save {self.number}") as turn:
-            self.wait_ready()
-            turn.arrive()
-        return [], SaveTotals(0, 0, 0, 0, ())
-
-    def wait_ready(self) -> None:
-        """Wait until the trainer has done its part.  Raises the error of the save."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._staged or self.error is not None)
+        group, timeout_s, subject = self.task.group, self.task.options.timeout_s, f"save {self.number}"
+        with comm.turn(group, ASSIGN, timeout_s, merge=merge_claims, subject=subject, opens=True) as turn:
             if self.error is not None:
                 raise self.error
+            requests, answers = turn.gather(claims(group.rank, self.begin.claims)), None
+            if requests is not None:
+                answers = self.here.coordinator.assign(None, requests)
+            assigned = turn.give(answers, round_messages.Assignment)
+        self.send(messages.Assigned(self.number, assigned.shard_owners))
+        with comm.turn(group, ROUND, timeout_s, merge=b"".join, subject=subject) as turn:
+            self.wait_until(lambda: self._staged)
+            turn.arrive()
 
 
-class ContextSwitch:
-    """The circumstances of an agent's process, which are set to those of each save that begins."""
+class AgentState:
+    """Makes the saves of one agent, with the state that they share."""
 
-    def __init__(self) -> None:
-        self._current: Circumstances | None = None
-        self._due: Circumstances | None = None
+    def __init__(self, send: Callable[[messages.AgentMessage], bool]) -> None:
+        self._send = send
+        self._earlier = EarlierSaves(Coordinator())
+        self._context: ProcessContext | None = None
+        self._due: ProcessContext | None = None
+        self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
 
-    def adapt(self, due: Circumstances | None, earlier: Sequence[AgentSave], timeout_s: float) -> None:
-        """Set the circumstances of a save that begins; None keeps those of the save before.
+    def save(
+        self, begin: messages.Begin, options: SaveOptions, group: comm.Group, earlier: Sequence[AgentSave]
+    ) -> AgentSave:
+        """Return a save that the trainer has begun after the `earlier` saves.  Raises `ReknitError`."""
+        self.adapt(begin.context, earlier, options.timeout_s)
+        task = agent_task(begin, options, group, self._send)
+        kind = WarmUp if begin.warm_up else AgentSave
+        return kind(begin, task, self._send, self._earlier, self._tuner(begin.url, options))
+
+    def adapt(self, due: ProcessContext | None, earlier: Sequence[AgentSave], timeout_s: float) -> None:
+        """Set the context of this process to that of a save that begins; None keeps those of the save before.
 
         `earlier` are the saves under way.  They are committed first, and another umask also waits for
         their promotions.  If the umask stays, promotions go on, since their stores are open.  Raises
@@ -368,7 +356,7 @@ class ContextSwitch:
         self._due = due or self._due
         if self._due is None:
             return
-        promoted = self._current is not None and self._current.umask != self._due.umask
+        promoted = self._context is not None and self._context.umask != self._due.umask
         deadline = Deadline(timeout_s)
         for save in earlier:
             if not save.wait(deadline.remaining(), promoted=promoted):
@@ -379,32 +367,13 @@ class ContextSwitch:
                     remedy="change it when no save or promotion is under way, or raise timeout_s",
                 )
         for save in earlier:
-            # While this process has the circumstances that these stores need.
+            # While this process has the context that these stores need.
             for store in save.promotions.stores if save.promotes else ():
                 store.open_ahead()
-        circumstances.take(self._due, self._current)
-        self._current, self._due = self._due, None
+        messages.adopt(self._due, self._context)
+        self._context, self._due = self._due, None
 
-
-class AgentState:
-    """Makes the saves of one agent, with the state that they share."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.coordinator = Coordinator()
-        self._channel = channel
-        self._committed = Committed()
-        self._adapting = ContextSwitch()
-        self._tuners: dict[tuple[str, int | None, int | None], Tuner] = {}
-
-    def save(
-        self, begin: say.Begin, options: SaveOptions, group: comm.Group, earlier: Sequence[AgentSave]
-    ) -> AgentSave:
-        """Return a save that the trainer has begun after the `earlier` saves.  Raises `ReknitError`."""
-        self._adapting.adapt(begin.circumstances, earlier, options.timeout_s)
-        job = agent_job(begin, options, group, self._channel.try_send)
-        return (WarmUp if begin.warm_up else AgentSave)(begin, job, self._channel, self._committed)
-
-    def tuner(self, url: str, options: SaveOptions) -> Tuner:
+    def _tuner(self, url: str, options: SaveOptions) -> Tuner:
         """Return the tuner for stores of this kind, with its earlier measurements."""
         scheme, colon, _ = url.partition("://")
         key = (scheme if colon else "", options.threads, options.piece_nbytes)

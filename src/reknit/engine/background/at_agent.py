@@ -1,18 +1,20 @@
-"""The trainer's part of a save that it does not wait for, in numbered steps; the agent's is `agent_save`."""
+"""The writer that copies a save to memory of the agent, which writes and commits it (`agent_save`)."""
 
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from reknit.engine import messages as round_messages
-from reknit.engine.background import messages as say
+from reknit.engine.background import messages
 from reknit.engine.background.session import Plan
 from reknit.engine.background.snapshot import Deferred, Snapshot
 from reknit.engine.background.trainer_save import SaveArena, log_failure
 from reknit.engine.memory.devices import Staging
-from reknit.engine.saving.part import RankPart
+from reknit.engine.saving.layout import LiveFiles, Owners
+from reknit.engine.saving.part import lay_out
 from reknit.engine.saving.root import check_manifest
 from reknit.errors import typed
 from reknit.events.phase import monotonic
@@ -23,70 +25,280 @@ from reknit.system import start_thread
 from reknit.types.shard import Encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from reknit.comm.group import Group
-    from reknit.engine.background.session import AgentSession, AgentSupervisor
+    from reknit.engine.background.background import Background
+    from reknit.engine.background.session import AgentSession, AgentStart
     from reknit.engine.background.trainer_save import TrainerSave
-    from reknit.engine.memory.arena_pool import Arenas, Lease
+    from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.outcome import SaveOutcome
-    from reknit.engine.saving.part import EncodedHoldings
-    from reknit.engine.saving.task import SaveJob
-    from reknit.events.phase import Recorder
-    from reknit.options import SaveOptions
+    from reknit.engine.saving.part import EncodedHoldings, Part
+    from reknit.engine.saving.task import SaveTask
     from reknit.types.shard import Blob, SharedFile
 
-    Until = Literal["collect", "arena", "copy"]
-    """The last step to take while an agent starts."""
-
-    Story = Callable[["PreparedSave", AgentSession, TrainerSave], None]
+_MOST_NBYTES = 2 << 30
+"""Limit of the bytes copied while an agent starts, which takes about as long."""
 
 
-def begin_message(part: RankPart, session: AgentSession, save: TrainerSave, *, claimed: bool) -> say.Begin:
-    """Return the first message about a save, which on the root has the values for the manifest.
+class AtAgent:
+    """Saves, or warms up, through the agent of this rank.  It is a writer of `saving.save`.
 
-    With `claimed` the root has the claims of this rank under its layout from an earlier save.
+    Every rank takes the next number, and ends it at its agent after every error, so that no other rank waits
+    for this one.  An agent that is not there yet starts while this rank does as much of the save as it can
+    alone: it lays out its files, takes memory, and copies.  The write id comes with the agents, so it is put
+    into the headers last.
     """
-    job, encoded = part.job, part.encoded
-    claims = part.claims(save.write_id, part.layout, shards=not claimed)
-    claims.blobs = [
-        round_messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"")
-        if _mapped(saved, blob)
-        else blob
-        for saved, blob in zip(encoded.holdings.blobs, encoded.blobs, strict=True)
-    ]
-    root = job.group.rank == 0
-    extra = {"origin": job.origin if root else {}, "metadata": job.metadata if root else {}}
-    return say.Begin(
-        number=save.number,
-        url=job.url,
-        factory=job.factory,
-        overwrite=job.overwrite,
-        options={name: getattr(job.options, name) for name in names_in(job.options, "agent")}
-        | {"events": everywhere(job.options.events)},
-        extra=json.dumps(extra, default=dict).encode(),
-        claims=claims,
-        promote_to=list(job.promote_to),
-        coordinate=job.recorder.coordinate,
-        record=None if job.run is None else job.run.record,
-        sends_events=not all(sink.everywhere for sink in job.recorder.sinks),
-        circumstances=session.new_circumstances(save, job.options.timeout_s),
-    )
+
+    part: Part
+    plan: Plan
+    session: AgentSession
+
+    def __init__(self, task: SaveTask, background: Background, outcome: SaveOutcome) -> None:
+        """Save through the agents of `background`; the `outcome` receives the end, also an error."""
+        self.task, self.outcome = task, outcome
+        self._background = background
+        self._begun_at = monotonic()
+        self._starting: AgentStart | None = None
+        self._has_joined, self._has_begun = True, False  # nothing to join before the start of the agent
+        self._save: TrainerSave | None = None
+        self._settle: Callable[[], None] | None = None
+
+    @property
+    def save(self) -> TrainerSave:
+        """The save, once this rank takes part in it."""
+        assert self._save is not None
+        return self._save
+
+    @contextmanager
+    def rounds(self) -> Iterator[None]:
+        """Return the block in which a rank saves: an error in it is raised on all ranks, by their outcomes.
+
+        Only Ctrl-C and exits of the process are raised here.
+        """
+        task, background = self.task, self._background
+        supervisor = background.supervisor
+        with background.entered(self.outcome, task.options) as arenas:
+            self._arena = SaveArena(arenas)
+            self._number = supervisor.next_number(task.options)
+            try:
+                yield
+            except BaseException as error:  # also a bug: the other ranks must receive it
+                self._give_up(error)
+
+    def open(self) -> bool:
+        """Start the agent, which opens the store; return whether the store takes over files.
+
+        Raises the error of the arguments.
+        """
+        task = self.task
+        self._starting, self._has_joined = self._background.supervisor.start(task.group), False
+        if task.wrong is not None:
+            raise task.wrong
+        return task.options.reuse and task.place.copies_files(task.options.durability)
+
+    def assign(self, part: Part) -> Owners:
+        """Return the owners of claimed shards; ranks wait for each other only for those of a new layout."""
+        self.part, known = part, None
+        if self._starting is None:
+            self._join()
+            known = self.session.plan(self.save, part.layout)
+        if known is not None:
+            return Owners(part.layout, b"", {part.layout: known.outline})
+        if not part.needs_assignment:
+            return Owners(part.layout, b"", {})
+        self._begin(claimed=False)
+        with self.task.recorder.phase("assign"):
+            return Owners(part.layout, self.save.owners(self.task.options.timeout_s), {})
+
+    def write(self, files: LiveFiles) -> None:
+        """Copy the files to an arena; the agent writes each span as soon as it is filled."""
+        task, nbytes, is_copied = self.task, files.nbytes, False
+        if not self._has_joined and nbytes:
+            is_copied = self._copy_ahead(files, self._arena.acquire(nbytes, task))
+        self._begin_with(files)
+        save, session = self.save, self.session
+        lease = self._arena.acquire(nbytes, task)
+        self._arena.hand_over(save)
+        session.share_arena(lease)
+        session.link.send(self._planned(files, lease))
+        images = files.images(save.write_id)
+        snapshot = Snapshot(images, lease, save, task.options)
+        save.streamed = snapshot.streamed
+        if is_copied:
+            snapshot.report_taken()
+            return
+        with task.recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
+            lazy = task.options.stage == "lazy" and not snapshot.streamed
+            deferred = Deferred(self.part.encoded.holdings, images) if lazy else None
+            if deferred:
+                self._settle = partial(snapshot.settle, deferred, snapshot.begin(deferred))
+            else:
+                snapshot.take()
+
+    def commit(self, files: LiveFiles) -> None:
+        """Let training go on; the agent commits.  The outcome receives the end of the save."""
+        save = self.save
+        save.blocked_s = monotonic() - self._begun_at
+        if self._settle is None:
+            save.staged()
+        else:
+            start_thread("reknit-stages", partial(_settled, self._settle, save, self.task.options.timeout_s))
+
+    def warm_up(self, part: Part) -> None:
+        """Make the plan and the arena of a layout, with all ranks, without copying or writing.
+
+        Every rank makes a new plan, so that the plans of all ranks fit each other after any earlier saves.
+        """
+        task, self.part, sources = self.task, part, part.sources.on_devices
+        if task.options.stage == "lazy":
+            for barrier in part.encoded.holdings.barriers:
+                barrier.stands()  # so that training steps pass it until the first save
+        files, owners = None, b""
+        if not part.needs_assignment:
+            files = lay_out(part, Owners(part.layout, b"", {}))
+            if not self._has_joined and files.nbytes:
+                self._arena.acquire(files.nbytes, task)
+        self._begin(claimed=False, warm_up=True)
+        if part.needs_assignment:
+            with task.recorder.phase("assign"):
+                owners = self.save.owners(task.options.timeout_s)
+        files = files or lay_out(part, Owners(part.layout, owners, {}))
+        self.session.keep(part.layout, Plan(files.outline, assigned=True))  # or all plans are dropped
+        Staging(sources)  # the stream of each device that will be copied from
+        with task.recorder.phase("back_pressure"):
+            arenas = self._arena.arenas
+            lease = self._arena.lease or (arenas.acquire(files.nbytes, 0.0) if files.nbytes else None)
+            if lease is not None:  # else saves under way hold all arenas
+                try:
+                    lease.pin(sources)
+                    self.session.share_arena(lease)
+                finally:
+                    arenas.release(lease)
+        self.save.staged()
+        self.session.link.send(messages.Ready(self.save.number))
+
+    def _join(self) -> None:
+        """Find the agents of this save, and take part in it; agents that start join each other first."""
+        if self._has_joined:
+            return
+        task, background, outcome = self.task, self._background, self.outcome
+        starting, self._starting, self._has_joined = self._starting, None, True
+        self.session = session = background.supervisor.session_for(self._number, task.group, starting)
+        self._save = save = session.new_save(self._number, outcome)
+        save.begun, save.group = self._begun_at, task.group
+        save.unrecorded = None if task.wrong else task.recorder
+        self._arena.hand_over(save)
+        background.supervisor.begun(self._number)
+        background.wait_for(outcome.path, task.options.timeout_s, exclude=session)
+        outcome.place = outcome.path, session
+
+    def _begin_with(self, files: LiveFiles) -> None:
+        """Begin the save at the agent, unless it has begun, with the plan of these files."""
+        layout = self.part.layout
+        self._join()
+        known = self.session.plan(self.save, layout)
+        self.plan = known or self.session.keep(layout, Plan(files.outline, assigned=self._has_begun))
+        if not self._has_begun:
+            self._begin(claimed=known is not None and known.assigned)
+        self.plan.chosen[self.task.options.check_replicas] = self._chosen
+
+    def _begin(self, *, claimed: bool, warm_up: bool = False) -> None:
+        """Send the agent the first message about a save.
+
+        With `claimed` the root has the claims of this rank under its layout from an earlier save.
+        """
+        task, part = self.task, self.part
+        self._join()
+        session, save, self._has_begun = self.session, self.save, True
+        if warm_up:
+            begin = self._first_message(claimed=False)
+            begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # of each save
+            begin.warm_up, begin.promote_to = True, []
+        else:
+            if task.group.rank == 0:
+                check_manifest(task)
+            plan, check = session.plan(save, part.layout), task.options.check_replicas
+            self._chosen = part.compare(None if plan is None else plan.chosen.get(check))
+            _share_values(session, save, part.encoded)
+            begin = self._first_message(claimed=claimed)
+        save.begin(begin, task.recorder)
+
+    def _first_message(self, *, claimed: bool) -> messages.Begin:
+        """Return the first message about a save, which on the root has the values for the manifest."""
+        task, part, save = self.task, self.part, self.save
+        claims = part.claims(save.write_id, part.layout, shards=not claimed)
+        claims.blobs = [
+            round_messages.EncodedBlob(blob.item, blob.key, blob.coordinate, b"")
+            if _mapped(saved, blob)
+            else blob
+            for saved, blob in zip(part.encoded.holdings.blobs, part.encoded.blobs, strict=True)
+        ]
+        root = task.group.rank == 0
+        extra = {"origin": task.origin if root else {}, "metadata": task.metadata if root else {}}
+        return messages.Begin(
+            number=save.number,
+            url=task.place.url,
+            factory=task.place.factory,
+            overwrite=task.overwrite,
+            options={name: getattr(task.options, name) for name in names_in(task.options, "agent")}
+            | {"events": everywhere(task.options.events)},
+            extra=json.dumps(extra, default=dict).encode(),
+            claims=claims,
+            promote_to=list(task.promote_to),
+            coordinate=task.recorder.coordinate,
+            record=None if task.run is None else task.run.record,
+            sends_events=not all(sink.everywhere for sink in task.recorder.sinks),
+            context=self.session.new_context(save, task.options.timeout_s),
+        )
+
+    def _planned(self, files: LiveFiles, lease: Lease) -> messages.Planned:
+        """Return the message about the files of a save, and the arena that has their bytes."""
+        return messages.Planned(
+            number=self.save.number,
+            items=list(files.items),
+            files=files.listed,
+            columns=None if self.plan.committed else files.outline.columns,
+            arena=lease.number,
+            ring=lease.nbytes,
+        )
+
+    def _copy_ahead(self, files: LiveFiles, lease: Lease) -> bool:
+        """Copy the files, with headers of another write id; return whether that is done.
+
+        A state that is staged lazily is not copied yet.  Neither is a state whose copy would take longer than
+        the start of an agent, since its agent writes while it is staged.
+        """
+        images = files.images(paths.new_write_id())
+        snapshot = Snapshot(images, lease, None, self.task.options)
+        nbytes = sum(image.nbytes for image in images)
+        if snapshot.streamed or self.task.options.stage == "lazy" or nbytes > _MOST_NBYTES:
+            return False
+        with self.task.recorder.phase("stage", nbytes=nbytes):
+            snapshot.take()
+        return True
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the save with an error, on all ranks.  Raises Ctrl-C and exits of the process."""
+        first: BaseException = error
+        if not self._has_joined:  # the agents of all ranks wait for this save
+            try:
+                self._join()
+            except BaseException as failed:
+                # The first error counts, except that Ctrl-C always does, since it concerns the whole process.
+                first = error if isinstance(failed, Exception) else failed
+        ended = typed(first) if isinstance(first, Exception) else first
+        if self._save is not None:
+            self._save.abandon(ended, self.task.options.timeout_s)
+        else:
+            self._arena.release()
+            self._background.supervisor.give_up(self._number)
+        self.outcome.end(ended, partial(log_failure, self.outcome, ended))
+        if not isinstance(ended, Exception):
+            self.outcome.is_read = True  # it is raised here, so the next save need not raise it
+            raise ended from (None if ended is error else error)
 
 
-def planned_message(part: RankPart, save: TrainerSave, plan: Plan, lease: Lease) -> say.Planned:
-    """Return the message about the files of a save, and the arena that has their bytes."""
-    return say.Planned(
-        number=save.number,
-        items=list(part.encoded.holdings.items),
-        files=plan.outline.listed,
-        columns=None if plan.committed else plan.outline.columns,
-        arena=lease.number,
-        ring=lease.nbytes,
-    )
-
-
-def lend_values(session: AgentSession, save: TrainerSave, encoded: EncodedHoldings) -> None:
+def _share_values(session: AgentSession, save: TrainerSave, encoded: EncodedHoldings) -> None:
     """Send the agent the encoded values in shared memory, for it to map."""
     files: dict[SharedFile, list[tuple[int, int, int]]] = {}
     for number, (blob, one) in enumerate(zip(encoded.holdings.blobs, encoded.blobs, strict=True)):
@@ -95,7 +307,7 @@ def lend_values(session: AgentSession, save: TrainerSave, encoded: EncodedHoldin
             end = value.at + len(value.memory)
             files.setdefault(value.file, []).append((number, end - len(one.data), end))
     for file, places in files.items():
-        session.link.send(say.ShareValues(save.number, file.nbytes, places), file.fd)
+        session.link.send(messages.ShareValues(save.number, file.nbytes, places), file.fd)
 
 
 def _mapped(blob: Blob, encoded: round_messages.EncodedBlob) -> Encoded | None:
@@ -105,198 +317,11 @@ def _mapped(blob: Blob, encoded: round_messages.EncodedBlob) -> Encoded | None:
     return value if in_place else None
 
 
-def warm_up(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
-    """Make the plan and the arena of a layout, with all ranks, without copying or writing.
-
-    Every rank makes a new plan, so that the plans of all ranks fit each other after any earlier saves.
-    """
-    job, part = prepared.job, prepared.part
-    if job.options.stage == "lazy":
-        for barrier in part.encoded.holdings.barriers:
-            barrier.stands()  # so that training steps pass it until the first save
-    begin = begin_message(part, session, save, claimed=False)
-    begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # assigned with each save
-    begin.warm_up = True
-    begin.promote_to = []
-    save.begin(begin, job.recorder)
-    if part.needs_assignment:
-        plan = session.agree(part, save)
-    else:
-        plan = session.keep(part.layout, prepared.plan_alone())
-    plan.assigned = True  # or all plans are dropped
-    Staging(part.sources.on_devices)  # the stream of each device that will be copied from
-    with job.recorder.phase("back_pressure"):
-        arenas = prepared.arena.arenas
-        lease = prepared.arena.lease or (arenas.acquire(plan.nbytes, 0.0) if plan.nbytes else None)
-        if lease is not None:  # else saves under way hold all arenas
-            try:
-                lease.pin(part.sources.on_devices)
-                session.share_arena(lease)
-            finally:
-                arenas.release(lease)
-    save.staged()
-    session.link.send(say.Ready(save.number))
-
-
-_MOST_NBYTES = 2 << 30
-"""Limit of the bytes copied while an agent starts, which takes about as long."""
-
-
-def begin_at_agent(
-    story: Story,
-    until: Until,
-    pending: SaveOutcome,
-    *,
-    prepared: PreparedSave,
-    supervisor: AgentSupervisor,
-    wait_for_others: Callable[[AgentSession], None],
-    group: Group,
-    make: Callable[[], SaveJob],
-    options: SaveOptions,
-) -> None:
-    """Find the agents of a save or warm-up, and run its `story` with them; `pending` receives an error.
-
-    Every rank takes the next number, and ends it at its agent after every error, so that no other rank waits
-    for this one.  Only Ctrl-C and exits of the process are raised.
-    """
-    save: TrainerSave | None = None
-    wrong: BaseException | None = None
-    number = supervisor.next_number(options)
-    try:
-        # An agent that is not there yet starts while this rank prepares as much of the save as it can alone.
-        starting = supervisor.start(group)
-        wrong = prepared.prepare(make, "collect" if starting is None else until)
-        session = supervisor.session_for(number, group, starting)
-        save = session.new_save(number, pending)
-        save.begun, save.unrecorded = prepared.begun, prepared.recorder
-        save.group = group
-        prepared.arena.hand_over(save)
-        supervisor.begun(number)
-        wait_for_others(session)
-        pending.place = pending.path, session
-        if wrong is not None:
-            raise wrong
-        story(prepared, session, save)
-    except BaseException as caught:  # also a bug: the other ranks must receive it
-        # The first error counts, except that Ctrl-C always does, since it concerns the whole process.
-        first = caught if wrong is None or not isinstance(caught, Exception) else wrong
-        error = typed(first) if isinstance(first, Exception) else first
-        if save is not None:
-            save.abandon(error, options.timeout_s)
-        else:
-            prepared.arena.release()
-            supervisor.give_up(number)
-        pending.end(error, partial(log_failure, pending, error))
-        if not isinstance(error, Exception):
-            pending.asked = True  # it is raised here, so the next save need not raise it
-            raise error from (None if error is caught else caught)
-
-
-def stage_for_agent(prepared: PreparedSave, session: AgentSession, save: TrainerSave) -> None:
-    """Stage a save; after it the state may change, with ``stage="lazy"`` except memory behind barriers."""
-    job, part = prepared.job, prepared.part
-    recorder, check = job.recorder, job.options.check_replicas
-    # 1 collect is done; the plan is known, or this rank makes it alone, or together with all ranks
-    if job.group.rank == 0:
-        check_manifest(job)
-    plan = session.plan(save, part.layout)
-    claimed = plan is not None and plan.assigned
-    if plan is None and not part.needs_assignment:
-        plan = session.keep(part.layout, prepared.plan_alone())
-    chosen = part.compare(None if plan is None else plan.chosen.get(check))
-    lend_values(session, save, part.encoded)
-    save.begin(begin_message(part, session, save, claimed=claimed), recorder)
-    # 2 plan; ranks wait for each other only for a new layout with shards that several ranks may hold
-    plan = plan or session.agree(part, save)
-    plan.chosen[check] = chosen
-    with recorder.phase("plan"):
-        images = plan.outline.images(save.write_id, part.sources)
-    # 3 stage; the agent writes each span as soon as it is filled
-    lease = prepared.arena.acquire(plan.nbytes, job)
-    prepared.arena.hand_over(save)
-    session.share_arena(lease)
-    session.link.send(planned_message(part, save, plan, lease))
-    snapshot = Snapshot(images, lease, save, job.options)
-    save.streamed = snapshot.streamed
-    lazy = job.options.stage == "lazy" and not snapshot.streamed
-    deferred = None
-    if prepared.copied:
-        snapshot.report_taken()
-    else:
-        with recorder.phase("stage", nbytes=sum(image.nbytes for image in images)):
-            deferred = Deferred(part.encoded.holdings, images) if lazy else None
-            if deferred:
-                staging = snapshot.begin(deferred)
-            else:
-                snapshot.take()
-    # 4 training goes on; `save` receives the outcome, which the user has as a `PendingSave`
-    save.blocked_s = monotonic() - prepared.begun
-    if deferred:
-        start_thread("reknit-stages", lambda: _settle(job, save, lambda: snapshot.settle(deferred, staging)))
-    else:
-        save.staged()
-
-
-class PreparedSave:
-    """A save up to its first message, which this rank prepares alone while the agent starts."""
-
-    job: SaveJob
-    part: RankPart
-
-    def __init__(self, arenas: Arenas) -> None:
-        """Use `prepare`."""
-        self.arena = SaveArena(arenas)
-        self.begun = monotonic()
-        self.plan: Plan | None = None
-        self.copied = False
-        """Whether the arena has all files of the plan, with headers of another write id."""
-        self.recorder: Recorder | None = None
-
-    def prepare(self, make: Callable[[], SaveJob], until: Until) -> BaseException | None:
-        """Collect the holdings of the job of `make`, plan them, and copy them to an arena; return an error.
-
-        This rank works alone, so holdings are only collected if a framework does not record the other
-        holders of some shards.  A state that is staged lazily is not copied yet.  Neither is a state whose
-        copy would take longer than the start of an agent, since its agent writes while it is staged.  An
-        error is returned because the other ranks receive it through the agents, which may not run yet.
-        """
-        try:
-            self.job = job = make()
-            self.recorder = job.recorder
-            job.storage.close()  # the agent opens its own
-            self.part = RankPart(job)
-            if until != "collect" and not self.part.needs_assignment:
-                plan = self.plan_alone()
-                lease = self.arena.acquire(plan.nbytes, job) if plan.nbytes else None
-                if until == "copy" and lease is not None:
-                    self._copy(plan, lease)
-        except BaseException as error:  # Ctrl-C too
-            return error
-        return None
-
-    def plan_alone(self) -> Plan:
-        """Return the plan of holdings in which every shard lists its replicas."""
-        if self.plan is None:
-            with self.job.recorder.phase("plan"):
-                self.plan = Plan(self.part.outline())
-        return self.plan
-
-    def _copy(self, plan: Plan, lease: Lease) -> None:
-        images = plan.outline.images(paths.new_write_id(), self.part.sources)
-        snapshot = Snapshot(images, lease, None, self.job.options)
-        nbytes = sum(image.nbytes for image in images)
-        if snapshot.streamed or self.job.options.stage == "lazy" or nbytes > _MOST_NBYTES:
-            return
-        with self.job.recorder.phase("stage", nbytes=nbytes):
-            snapshot.take()
-        self.copied = True
-
-
-def _settle(job: SaveJob, save: TrainerSave, settle: Callable[[], None]) -> None:
+def _settled(settle: Callable[[], None], save: TrainerSave, timeout_s: float) -> None:
     """Finish the copying of a lazily staged save."""
     try:
         settle()
     except BaseException as error:  # also a bug: all ranks must receive it
-        save.abandon(error, job.options.timeout_s)
+        save.abandon(error, timeout_s)
     else:
         save.staged()

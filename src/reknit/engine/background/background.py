@@ -7,28 +7,25 @@ import os
 import sys
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from reknit.engine.background.at_agent import PreparedSave, begin_at_agent, stage_for_agent, warm_up
 from reknit.engine.background.session import AgentSupervisor
 from reknit.engine.memory.arena_pool import Arenas
-from reknit.engine.outcome import SaveOutcome
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError
 from reknit.events.phase import Deadline
 from reknit.system import AtExit, at_very_end, end_with_failure, start_thread
 from reknit.types.entry import OneAtATime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reknit.comm.group import Group
-    from reknit.engine.background.at_agent import Story, Until
-    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.outcome import SaveOutcome
     from reknit.options import SaveOptions
 
 
-class UnaskedSaves:
+class UnreadSaves:
     """The saves of this process whose failures are printed at its end, unless somebody asks for them before.
 
     The exit status of a process with such a failure is not 0, so that launchers and shells see it, too.
@@ -46,14 +43,14 @@ class UnaskedSaves:
     def watch(self, save: SaveOutcome) -> None:
         """Watch a save that begins."""
         with self._lock:
-            self._saves = [*(each for each in self._saves if each.unasked or not each.over()), save]
+            self._saves = [*(each for each in self._saves if each.unread or not each.over()), save]
             if not self._watching:
                 self._watching = True
                 at_very_end(self.report)
 
     def report(self) -> None:
         """Print the failures that nobody asked for, and end this process with a status other than 0."""
-        failed = [save for save in self._saves if save.unasked]
+        failed = [save for save in self._saves if save.unread]
         if failed:
             self._saves = []
             lines = ["reknit: this process ends with an error, since nobody has asked for the results of"]
@@ -65,8 +62,8 @@ class UnaskedSaves:
             end_with_failure()
 
 
-unasked_saves = UnaskedSaves()
-os.register_at_fork(after_in_child=unasked_saves.reset)
+unread_saves = UnreadSaves()
+os.register_at_fork(after_in_child=unread_saves.reset)
 
 
 logger = logging.getLogger("reknit")
@@ -105,28 +102,24 @@ class Background:
         if arenas is not None:
             arenas.forget()
 
-    def save(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> SaveOutcome:
-        """Stage the job of `make`, leave the rest to the agent, and return the pending outcome.
+    @contextmanager
+    def entered(self, save: SaveOutcome, options: SaveOptions) -> Iterator[Arenas]:
+        """Register a save or warm-up, which begins within the block, and return the memory for it.
 
-        An error becomes the outcome on every rank; only Ctrl-C and exits of the process are raised.
+        Only one thread at a time is in such a block.  Raises `DeadlineError`, and `UsageError` in a block.
         """
-        pending = SaveOutcome(url, promote_to=options.promotions)
-        if options.on_error == "raise":
-            unasked_saves.watch(pending)
+        if options.on_error == "raise" and not save.is_read:
+            unread_saves.watch(save)
         with self._saving.taken(options.timeout_s):
-            self._begin(stage_for_agent, "copy", pending, group=group, make=make, options=options)
-        return pending
-
-    def prepare(self, group: Group, make: Callable[[], SaveJob], url: str, options: SaveOptions) -> None:
-        """Prepare, together with all other ranks, to save the state of the job of `make`.
-
-        An error on one rank is raised on all.
-        """
-        pending = SaveOutcome(url, logged=False)
-        pending.asked = True  # it is raised here, so no later save needs to raise it
-        with self._saving.taken(options.timeout_s):
-            self._begin(warm_up, "arena", pending, group=group, make=make, options=options)
-        pending.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
+            self._watch_exit()
+            with self._lock:
+                keep = options.on_error == "raise"
+                self.pending = [p for p in self.pending if not p.over() or (keep and p.unread)]
+                self.pending.append(save)
+                self._begun = save
+            self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
+            self.arenas = self.arenas or Arenas(options.host_nbytes)
+            yield self.arenas
 
     def start_agents(self, group: Group, options: SaveOptions) -> None:
         """Start an agent for this rank, for `join_agents` or the first save.
@@ -155,50 +148,25 @@ class Background:
         if self._exit is None:  # once in each process: `multiprocessing` removes the entries of a parent
             self._exit = AtExit(self.at_exit)
 
-    def _begin(
-        self,
-        story: Story,
-        until: Until,
-        pending: SaveOutcome,
-        *,
-        group: Group,
-        make: Callable[[], SaveJob],
-        options: SaveOptions,
-    ) -> None:
-        """Register a save or warm-up, and begin it."""
-        self._watch_exit()
-        with self._lock:
-            keep = options.on_error == "raise"
-            self.pending = [p for p in self.pending if not p.over() or (keep and p.unasked)]
-            self.pending.append(pending)
-            self._begun = pending
-        self._exit_wait_s = max(self._exit_wait_s, options.exit_wait_s)
-        self.arenas = self.arenas or Arenas(options.host_nbytes)
-        begin_at_agent(
-            story,
-            until,
-            pending,
-            prepared=PreparedSave(self.arenas),
-            supervisor=self.supervisor,
-            wait_for_others=lambda session: self.wait_for(pending.path, options.timeout_s, but=session),
-            group=group,
-            make=make,
-            options=options,
-        )
-
-    def wait_for(self, url: str, timeout_s: float, but: object = None) -> None:
-        """Wait until no save to `url` is under way, except saves of the writer `but`, which keep their order.
+    def wait_for(self, url: str, timeout_s: float, *, exclude: object) -> None:
+        """Wait until no save to `url` is under way, except those of the agents `exclude`, in their order.
 
         If two saves commit at once, one may remove the files of the other.  Raises `DeadlineError`.
         """
-        for pending in self._unfinished():
-            if pending.place is not None and pending.place[0] == url and pending.place[1] is not but:
+        for pending in self.under_way(url):
+            if pending.place is not None and pending.place[1] is not exclude:
                 pending.wait_over(timeout_s)
 
-    def surface(self, but: SaveOutcome) -> None:
-        """Raise the error of a save (except `but`) or promotion whose outcome the user has not requested."""
+    def under_way(self, url: str) -> list[SaveOutcome]:
+        """Return the saves to `url` that agents have begun and not ended, including their promotions."""
+        return [
+            pending for pending in self._unfinished() if pending.place is not None and pending.place[0] == url
+        ]
+
+    def raise_unread_errors(self, exclude: SaveOutcome) -> None:
+        """Raise the error of a save or promotion, except `exclude`, whose outcome nobody has requested."""
         with self._lock:
-            failed = [pending for pending in self.pending if pending.unasked and pending is not but]
+            failed = [pending for pending in self.pending if pending.unread and pending is not exclude]
         for pending in failed:
             pending.result()
             if pending.promotion is not None:

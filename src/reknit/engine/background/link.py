@@ -10,7 +10,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background import messages as say
+from reknit.engine.background import messages
 from reknit.engine.stored.agents import MODULE
 from reknit.errors import AgentError, DeadlineError, ReknitError, ShortageError, from_wire, typed
 from reknit.events.phase import Deadline
@@ -21,7 +21,7 @@ from reknit.system import identity, socket_pair, start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.engine.background.messages import Circumstances
+    from reknit.engine.background.messages import ProcessContext
     from reknit.processes.channel import ReceivedMessage
 
 _REAP_S = 10.0
@@ -53,19 +53,19 @@ class AgentLink:
         self._quitting = False
         self._process: subprocess.Popen[bytes] | None = None
         self.in_process = in_process
-        self.circumstances: Circumstances | None = None
-        """The circumstances of the last save that the agent received."""
+        self.context: ProcessContext | None = None
+        """The process context of the last save that the agent received."""
         self._identity = identity()
         self._answered = threading.Condition()
-        self._answers: list[say.Listening | say.Joined] = []
+        self._answers: list[messages.Listening | messages.Joined] = []
         self.gone: ReknitError | None = None
         self._fell: ReknitError | None = None
         """The error with which the agent announced its end."""
         ours, theirs = socket_pair()
-        self.channel = Channel(ours, say.decode, send_timeout_s=send_timeout_s)
+        self.channel = Channel(ours, messages.decode, send_timeout_s=send_timeout_s)
         try:
             if in_process:
-                self._run_here(Channel(theirs, say.decode))
+                self._run_here(Channel(theirs, messages.decode))
             else:
                 self._process = self._spawn(theirs.fileno())
                 theirs.close()
@@ -92,8 +92,8 @@ class AgentLink:
             self.broken = True
             gone = AgentError(f"the other end of the agent's socket is gone: {error}")
             raise (self.gone or gone) from error
-        if isinstance(message, say.Begin):
-            self.circumstances = message.circumstances or self.circumstances
+        if isinstance(message, messages.Begin):
+            self.context = message.context or self.context
 
     def require_same_identity(self) -> None:
         """Raise `AgentError` if this process has changed its user or root folder since the agent began."""
@@ -113,12 +113,12 @@ class AgentLink:
             "agents; or save with wait=True",
         )
 
-    def ask(self, message: Message, timeout_s: float) -> say.Listening | say.Joined:
+    def ask(self, message: Message, timeout_s: float) -> messages.Listening | messages.Joined:
         """Send a message and return the answer, or raise the error of an agent without an answer."""
         self.send(message)
         return self.answer(timeout_s)
 
-    def answer(self, timeout_s: float) -> say.Listening | say.Joined:
+    def answer(self, timeout_s: float) -> messages.Listening | messages.Joined:
         """Return the answer to a message, or raise the error of an agent without an answer."""
         deadline = Deadline(timeout_s)
         with self._answered:
@@ -129,7 +129,7 @@ class AgentLink:
                 raise self.gone
             else:
                 raise DeadlineError(f"the agent of rank {self.rank} did not answer within {timeout_s:g} s")
-        if isinstance(answer, say.Joined) and answer.error is not None:
+        if isinstance(answer, messages.Joined) and answer.error is not None:
             raise from_wire(answer.error)
         return answer
 
@@ -137,7 +137,7 @@ class AgentLink:
         """Ask the agent to end when it has finished its saves."""
         self._quitting = self.broken = True
         with contextlib.suppress(ReknitError):
-            self.send(say.Quit())
+            self.send(messages.Quit())
 
     def end(self) -> None:
         """End an agent without saves, or one that is still starting, and wait until it is gone."""
@@ -185,16 +185,16 @@ class AgentLink:
         """Receive messages until the agent is gone."""
         while (received := self._receive()) is not None:
             message = received.message
-            if isinstance(message, (say.Listening, say.Joined)):
+            if isinstance(message, (messages.Listening, messages.Joined)):
                 with self._answered:
                     self._answers.append(message)
                     self._answered.notify_all()
-            elif isinstance(message, say.Broken):
+            elif isinstance(message, messages.Broken):
                 self.ended_on_purpose = message.on_purpose
                 self.broken = True
                 if not message.on_purpose:
                     self.failed()
-            elif isinstance(message, say.AgentFailed):
+            elif isinstance(message, messages.AgentFailed):
                 self._fell = from_wire(message.error)
                 self.broken = True
             else:

@@ -22,7 +22,7 @@ from reknit.system import umask
 from reknit.types.small import decoder
 
 
-class Circumstances(msgspec.Struct, array_like=True):
+class ProcessContext(msgspec.Struct, array_like=True):
     """The properties of a process on which, beside its arguments, the result of a save depends.
 
     The variables are the secrets of this user, on their way to another process of this user; nothing may log
@@ -40,17 +40,19 @@ class Circumstances(msgspec.Struct, array_like=True):
     """The settings of fsspec, as JSON; empty without any."""
 
     def __repr__(self) -> str:
-        return f"Circumstances(umask={self.umask:o}, folder={self.folder!r}, {len(self.variables)} variables)"
+        return (
+            f"ProcessContext(umask={self.umask:o}, folder={self.folder!r}, {len(self.variables)} variables)"
+        )
 
 
-def here() -> Circumstances:
-    """Return the circumstances of this process."""
+def process_context() -> ProcessContext:
+    """Return the context of this process."""
     folder = None
     with suppress(OSError):
         folder = os.getcwdb()
     temporary = tempfile.tempdir
     entries: list[object] = [*sys.path]
-    return Circumstances(
+    return ProcessContext(
         umask=umask(),
         folder=folder,
         variables=all_variables(),
@@ -61,8 +63,8 @@ def here() -> Circumstances:
     )
 
 
-def take(new: Circumstances, old: Circumstances | None) -> None:
-    """Adopt the circumstances of another process in this agent, which had `old` of them before."""
+def adopt(new: ProcessContext, old: ProcessContext | None) -> None:
+    """Adopt the context of another process in this agent, which had the `old` one before."""
     os.umask(new.umask)
     if new.folder is not None:
         with suppress(OSError):  # removed since, or closed to this process: absolute paths need no folder
@@ -161,8 +163,8 @@ class Begin(AgentMessage):
     record: str | None = None
     sends_events: bool = False
     """Whether the agent sends its events to the trainer, for sinks that only the trainer can open."""
-    circumstances: Circumstances | None = None
-    """The circumstances of this save, if they differ from those of the save before."""
+    context: ProcessContext | None = None
+    """The process context of this save, if it differs from that of the save before."""
 
 
 class Planned(AgentMessage):

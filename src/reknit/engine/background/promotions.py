@@ -8,10 +8,10 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from reknit.engine.background import messages as say
-from reknit.engine.saving.task import SaveJob
+from reknit.engine.background import messages
+from reknit.engine.saving.task import SaveTask
 from reknit.engine.stored.promote import Target, promote_saved
 from reknit.engine.stored.run_record import Run, folder_above
 from reknit.errors import AgentError, ReknitError, shortage, typed
@@ -19,7 +19,7 @@ from reknit.events.outlet import Outlet
 from reknit.events.phase import Recorder
 from reknit.events.to_file import outlets_for
 from reknit.options import LEAST_INFLIGHT_NBYTES
-from reknit.storage.registry import adopt, open_storage, recorded
+from reknit.storage.registry import StoreRecipe, adopt, open_storage, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage
 
 
-def agent_job(
-    begin: say.Begin, options: SaveOptions, group: Group, send: Callable[[say.AgentMessage], object]
-) -> SaveJob:
-    """Return the job of a save in the agent: in its own `group`, with a store that the agent opens.
+def agent_task(
+    begin: messages.Begin, options: SaveOptions, group: Group, send: Callable[[messages.AgentMessage], object]
+) -> SaveTask:
+    """Return the task of a save in the agent: in its own `group`, with a store that the agent opens.
 
     `send` sends a message to the trainer, for the sinks that only the trainer has.  Raises `ReknitError`.
     """
@@ -63,18 +63,18 @@ def agent_job(
         process="agent",
         coordinate=begin.coordinate,
     )
-    storage = recorded(storage, recorder)
     extra["run"] = run_of(begin.url, begin.factory, begin.record, options)
-    return SaveJob(
-        collect=_collect_nothing,
+    task = SaveTask(
+        place=StoreRecipe(begin.url, elsewhere=True, factory=begin.factory),
         group=group,
-        storage=storage,
         options=options,
         recorder=recorder,
         step=step,
         overwrite=begin.overwrite,
         **extra,
     )
+    task.storage = recorded(storage, recorder)
+    return task
 
 
 def run_of(url: str, factory: str | None, record: str | None, options: SaveOptions) -> Run | None:
@@ -113,12 +113,12 @@ class TargetStore:
 class _ToTrainer:
     """A sink that sends the agent's records of one save to the trainer."""
 
-    def __init__(self, number: int, send: Callable[[say.AgentMessage], object]) -> None:
+    def __init__(self, number: int, send: Callable[[messages.AgentMessage], object]) -> None:
         self._number, self._send = number, send
 
     def take(self, records: Sequence[Record]) -> None:
         """Send the records; a trainer that is gone does not need them."""
-        self._send(say.Events(self._number, [record.as_dict() for record in records]))
+        self._send(messages.Events(self._number, [record.as_dict() for record in records]))
 
 
 def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
@@ -126,11 +126,6 @@ def open_store(url: str, factory: str | None, options: SaveOptions) -> Storage:
     if factory is not None:
         adopt(url, factory)
     return open_storage(url, durability=options.durability)
-
-
-def _collect_nothing() -> NoReturn:
-    """Replace `collect` in an agent, which receives copies of the state instead."""
-    raise AssertionError("an agent collects nothing")
 
 
 logger = logging.getLogger("reknit")
@@ -141,16 +136,16 @@ class AgentPromotions:
 
     def __init__(
         self,
-        begin: say.Begin,
-        job: SaveJob,
-        ended: Callable[[say.Promoted], bool],
+        begin: messages.Begin,
+        task: SaveTask,
+        ended: Callable[[messages.Promoted], bool],
     ) -> None:
         """Call `ended` with the end of each promotion; it returns whether the trainer receives it."""
-        self._number, self._job, self._ended = begin.number, job, ended
+        self._number, self._task, self._ended = begin.number, task, ended
         self._url, self._write_id = begin.url, begin.claims.write_id
         self.targets = [url for url, *_ in begin.promote_to]
         """The stores to which the checkpoint is promoted."""
-        self.stores = [TargetStore(place, job.options) for place in begin.promote_to]
+        self.stores = [TargetStore(place, task.options) for place in begin.promote_to]
         self.left = set(range(len(self.targets)))
         """Numbers of the targets whose promotions have not ended."""
         self.written: Sequence[Written] | None = None
@@ -162,17 +157,19 @@ class AgentPromotions:
         The copy may take the memory of a save divided by `num_lanes`.
         """
         assert self.written is not None
-        share = max(self._job.options.inflight_nbytes // num_lanes, LEAST_INFLIGHT_NBYTES)
-        job = replace(self._job, options=replace(self._job.options, inflight_nbytes=share))
+        share = max(self._task.options.inflight_nbytes // num_lanes, LEAST_INFLIGHT_NBYTES)
+        options = replace(self._task.options, inflight_nbytes=share)
         to = self.stores[target].target()
         try:
-            report = promote_saved(job, self._write_id, self.written, group, to)
+            report = promote_saved(
+                self._task, self._write_id, self.written, group=group, to=to, options=options
+            )
         except BaseException as error:  # also a bug: the trainer must receive it
             self.fail(target, error)
             return
-        job.recorder.flush()
+        self._task.recorder.flush()
         self._ended(
-            say.Promoted(
+            messages.Promoted(
                 number=self._number,
                 target=target,
                 error=None,
@@ -186,6 +183,6 @@ class AgentPromotions:
     def fail(self, target: int, error: BaseException) -> None:
         """Report the error of a promotion to the trainer, or log it if the trainer is gone."""
         failure = typed(error)
-        failure.sign(rank=self._job.group.rank)
-        if not self._ended(say.Promoted(self._number, target, failure.to_wire())):
+        failure.sign(rank=self._task.group.rank)
+        if not self._ended(messages.Promoted(self._number, target, failure.to_wire())):
             logger.error("promotion of %s to %s failed: %s", self._url, self.targets[target], failure)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.comm import group as comm
 from reknit.engine import messages as round_messages
-from reknit.engine.background import messages as say
+from reknit.engine.background import messages
 from reknit.engine.background.lanes import places, side_group, where_of
 from reknit.engine.background.link import AgentLink
-from reknit.engine.background.messages import Circumstances, here
+from reknit.engine.background.messages import ProcessContext, process_context
 from reknit.engine.background.trainer_save import TrainerSave
-from reknit.engine.memory.workers import image_nbytes
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import PLANS_KEPT, keep_latest
 from reknit.errors import AgentError, ShortageError
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from reknit.comm.group import Group
     from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.saving.layout import Outline
-    from reknit.engine.saving.part import Chosen, RankPart
+    from reknit.engine.saving.part import Chosen
     from reknit.errors import ReknitError
     from reknit.events.phase import Deadline
 
@@ -51,11 +50,6 @@ class Plan:
     committed: bool = False
     chosen: dict[str, Chosen] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the arena that holds the files."""
-        return image_nbytes([file.nbytes for file in self.outline.files])
-
 
 class AgentStart:
     """An agent that is being started, while this process continues.
@@ -73,7 +67,7 @@ class AgentStart:
         try:
             self._link = AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s)
             self._link.send(
-                say.Join(
+                messages.Join(
                     job=FORM_ROUND,
                     rank=group.rank,
                     hosts=hosts,
@@ -135,11 +129,11 @@ class AgentSession:
             with comm.turn(group, FORM_ROUND, options.timeout_s, opens=True) as turn:
                 link = starting.link()
                 here = link.answer(connect_s)
-                assert isinstance(here, say.Listening)
+                assert isinstance(here, messages.Listening)
                 address = round_messages.ListenAddress(here.address, here.above, number())
                 place = turn.give(places(turn.gather(address)), round_messages.TreeAddress)
             with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
-                link.ask(say.ConnectParent(place.above), 2 * connect_s)
+                link.ask(messages.ConnectParent(place.above), 2 * connect_s)
                 turn.arrive()
         except BaseException:  # Ctrl-C too: an unused agent must not stay
             starting.give_up()
@@ -153,14 +147,14 @@ class AgentSession:
         self.saves[number] = save
         return save
 
-    def new_circumstances(self, save: TrainerSave, timeout_s: float) -> Circumstances | None:
-        """Return the circumstances of a save if its agent has others.
+    def new_context(self, save: TrainerSave, timeout_s: float) -> ProcessContext | None:
+        """Return the process context of a save if its agent has another one.
 
         The agent sets them when all earlier saves are committed.  Until then it receives no message, so the
-        earlier saves are staged first.  Raises `AgentError` for circumstances that cannot be sent.
+        earlier saves are staged first.  Raises `AgentError` for a context that cannot be sent.
         """
         self.link.require_same_identity()
-        if self.link.in_process or (now := here()) == self.link.circumstances:
+        if self.link.in_process or (now := process_context()) == self.link.context:
             return None
         for other in list(self.saves.values()):
             if other is not save:
@@ -177,37 +171,28 @@ class AgentSession:
         """Keep a new plan, and return it; the least recently used plan makes room."""
         return keep_latest(self._plans, key, plan, PLANS_KEPT)
 
-    def agree(self, part: RankPart, save: TrainerSave) -> Plan:
-        """Return the plan for a new layout, once all ranks have begun this save."""
-        job = part.job
-        with job.recorder.phase("assign"):
-            owners = save.owners(job.options.timeout_s)
-        with job.recorder.phase("plan"):
-            plan = Plan(part.outline(owners), assigned=True)
-        return self.keep(part.layout, plan)
-
     def share_arena(self, lease: Lease) -> None:
         """Share an arena with the agent."""
         if dropped := tuple(number for number in lease.dropped if number in self.arenas):
-            self.link.send(say.DropArenas(dropped))
+            self.link.send(messages.DropArenas(dropped))
             self.arenas.difference_update(dropped)
         if lease.number not in self.arenas:
-            self.link.send(say.GiveArena(lease.number, lease.arena.nbytes), lease.arena.fd)
+            self.link.send(messages.GiveArena(lease.number, lease.arena.nbytes), lease.arena.fd)
             self.arenas.add(lease.number)
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, say.Events):
+        if isinstance(message, messages.Events):
             if (recorded := self.saves.get(message.number)) is not None:  # else it is over
                 recorded.receive(message)
             return
         save = self.saves[message.number]
-        if isinstance(message, say.Promoted):
+        if isinstance(message, messages.Promoted):
             if all(each.done() for at, each in enumerate(save.pending.promotions) if at != message.target):
                 del self.saves[message.number]
-        elif isinstance(message, say.Assigned):
+        elif isinstance(message, messages.Assigned):
             if (plan := self._plans.get(save.layout)) is not None:
                 plan.assigned = True
-        elif isinstance(message, say.SaveDone):
+        elif isinstance(message, messages.SaveDone):
             if message.error is not None or not save.promotes:
                 del self.saves[message.number]
             plan = self._plans.get(save.layout)

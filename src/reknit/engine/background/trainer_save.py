@@ -8,9 +8,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reknit.engine.background import messages as say
+from reknit.engine.background import messages
 from reknit.engine.reports import PromotionReport, SaveReport
-from reknit.engine.stored.agents import unread
+from reknit.engine.stored.agents import unanswered
 from reknit.errors import DeadlineError, ReknitError, SkippedError, from_wire, typed
 from reknit.events.phase import Stopwatch, monotonic, now
 from reknit.events.records import PhaseRecord, record_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reknit.engine.background.link import AgentLink
     from reknit.engine.memory.arena_pool import Arenas, Lease
     from reknit.engine.outcome import SaveOutcome
-    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.saving.task import SaveTask
     from reknit.events.phase import Recorder
 
 
@@ -35,16 +35,16 @@ class SaveArena:
         self.lease: Lease | None = None
         self._waited_s = 0.0
 
-    def acquire(self, nbytes: int, job: SaveJob) -> Lease:
+    def acquire(self, nbytes: int, task: SaveTask) -> Lease:
         """Return an arena of `nbytes`, after a wait that the options limit.
 
         Raises `DeadlineError`, and `SkippedError` if the options skip saves that would wait.
         """
         if self.lease is not None:
             return self.lease
-        options, clock = job.options, Stopwatch()
+        options, clock = task.options, Stopwatch()
         skip = options.when_busy == "skip"
-        with job.recorder.phase("back_pressure"), clock.lap():
+        with task.recorder.phase("back_pressure"), clock.lap():
             self.lease = self.arenas.acquire(nbytes, 0.0 if skip else options.timeout_s)
             if self.lease is None and skip:
                 raise SkippedError(
@@ -99,17 +99,17 @@ class TrainerSave:
         """The group, kept until the save and its promotion are over, since its agents end with it."""
         self._owners: bytes | None = None
         self._freed: set[int] = set()
-        self._done: say.SaveDone | None = None
+        self._done: messages.SaveDone | None = None
         self._lease: tuple[Arenas, Lease] | None = None
         self._staging = True
         self._read = False
 
-    def begin(self, begin: say.Begin, recorder: Recorder) -> None:
+    def begin(self, begin: messages.Begin, recorder: Recorder) -> None:
         """Begin the save at the agent."""
         self.pending.step = recorder.step
         self.promotes = bool(begin.promote_to)
         if not (begin.warm_up or self.link.in_process):
-            unread[self] = [begin.url, *(url for url, *_ in begin.promote_to)]
+            unanswered[self] = [begin.url, *(url for url, *_ in begin.promote_to)]
         self.link.send(begin)
         self._recorder = self.unrecorded = recorder
 
@@ -132,7 +132,7 @@ class TrainerSave:
 
     def report_filled(self, span: int) -> None:
         """Report to the agent that a span holds its bytes."""
-        self.link.send(say.Filled(self.number, span))
+        self.link.send(messages.Filled(self.number, span))
 
     def staged(self) -> None:
         """Record that the state may change, since all copies from it are made."""
@@ -146,43 +146,43 @@ class TrainerSave:
         failure, unbegun = typed(error), self._recorder is None
         failure.sign(rank=self.link.rank, phase="assign" if unbegun else None)  # as the round does elsewhere
         with suppress(ReknitError):  # a thread that needs the agent raises its loss
-            self.link.send(say.Abandon(self.number, unbegun, failure.to_wire(), timeout_s))
+            self.link.send(messages.Abandon(self.number, unbegun, failure.to_wire(), timeout_s))
         self._end(failure if isinstance(error, Exception) else error)
         self.staged()
 
     def receive(self, message: Any) -> None:
         """Receive a message of the agent about this save."""
-        if isinstance(message, say.Promoted):
+        if isinstance(message, messages.Promoted):
             self._promoted(message)
             return
-        if isinstance(message, say.Events):
+        if isinstance(message, messages.Events):
             if self._recorder is not None:
                 self._recorder.pass_on(map(record_of, message.records))
             return
-        unread.pop(self, None)
+        unanswered.pop(self, None)
         with self._changed:
-            if isinstance(message, say.Assigned):
+            if isinstance(message, messages.Assigned):
                 self._owners = message.shard_owners
-            elif isinstance(message, say.Freed):
+            elif isinstance(message, messages.Freed):
                 self._freed.add(message.span)
-            elif isinstance(message, say.ArenaFree):
+            elif isinstance(message, messages.ArenaFree):
                 self._read = True
-            elif isinstance(message, say.SaveDone):
+            elif isinstance(message, messages.SaveDone):
                 self._done = message
             self._changed.notify_all()
         self._settle()
 
     def lose(self, error: ReknitError) -> None:
         """End the save after the loss of the agent."""
-        self.receive(say.ArenaFree(self.number))
+        self.receive(messages.ArenaFree(self.number))
         with self._changed:
             ended = self._done is not None
         if not ended:
-            self.receive(say.SaveDone(self.number, error.to_wire()))
+            self.receive(messages.SaveDone(self.number, error.to_wire()))
         else:
             for target, promotion in enumerate(self.pending.promotions):
                 if not promotion.done():
-                    self.receive(say.Promoted(self.number, target, error.to_wire()))
+                    self.receive(messages.Promoted(self.number, target, error.to_wire()))
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Wait until `ready`, with the condition held.  Raises the error of a save that fails meanwhile."""
@@ -205,7 +205,7 @@ class TrainerSave:
         if done is not None:
             self._end(self._report(done) if done.error is None else from_wire(done.error))
 
-    def _report(self, done: say.SaveDone) -> SaveReport:
+    def _report(self, done: messages.SaveDone) -> SaveReport:
         assert self._recorder is not None
         assert done.totals is not None
         return SaveReport(
@@ -219,7 +219,7 @@ class TrainerSave:
             **done.totals._asdict(),
         )
 
-    def _promoted(self, message: say.Promoted) -> None:
+    def _promoted(self, message: messages.Promoted) -> None:
         """End the promotion; log its error, which the user may never request."""
         pending, target = self.pending, message.target
         if message.error is None:
@@ -248,7 +248,7 @@ class TrainerSave:
 
     def _end(self, outcome: SaveReport | BaseException) -> None:
         """End the save, and log its outcome once, since the user may never request it."""
-        unread.pop(self, None)
+        unanswered.pop(self, None)
         self._record_end(outcome)
         self.pending.end(outcome, partial(self._log, outcome))
 

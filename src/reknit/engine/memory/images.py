@@ -7,18 +7,20 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reknit.engine.memory.devices import queue
 from reknit.engine.memory.elements import address, bits, contiguous_bytes, itemsize, rectangle, stage
+from reknit.engine.memory.write import ByteSource
 from reknit.errors import ReknitError
 from reknit.types.shard import Strided
 from reknit.types.small import lazy_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -29,17 +31,6 @@ if TYPE_CHECKING:
     Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
 
     Ints = NDArray[np.int64]
-
-
-class Fetch(Protocol):
-    """A source of the bytes of the files."""
-
-    def __call__(self, file: int, start: int, nbytes: int, arena: Arena, /) -> NDArray[np.uint8]:
-        """Return a piece of file number `file`.
-
-        The piece is copied to the worker's `arena`, or is in other memory, page-aligned for direct I/O.  That
-        memory does not change until the piece is written.
-        """
 
 
 class EntryRow(NamedTuple):
@@ -127,34 +118,34 @@ class Image(NamedTuple):
         return memory[first : first + nbytes]
 
 
-def staged(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return a fetch that copies a piece of these files from live memory, in the worker that writes it."""
+class LiveImages(ByteSource):
+    """Pieces of images, copied from live memory by the worker that writes them."""
 
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        piece, image = arena.view(nbytes), images[file]
+    phase = "stage"
+
+    def __init__(self, images: Sequence[Image], transfer: Transfer, budget_nbytes: int | None) -> None:
+        self._images, self._transfer = images, transfer
+        self.budget_nbytes = budget_nbytes
+
+    def arenas(self, nbytes: int) -> AbstractContextManager[Arena]:
+        """Lend memory to a worker, from which devices can copy fast."""
+        return self._transfer.arenas(nbytes)
+
+    def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        """Return a copy of a piece."""
+        piece, image = arena.view(nbytes), self._images[file]
         try:
-            with transfer.copying(name=lambda: f"a part of {image.path}"):
+            with self._transfer.copying(name=lambda: f"a part of {image.path}"):
                 image.fill(start, piece, queue)
         except ReknitError as error:
             error.sign(phase="stage", path=image.path)
             raise
         return piece
 
-    return fetch
-
-
-def live(images: Sequence[Image], transfer: Transfer) -> Fetch:
-    """Return a fetch that returns a view of live memory, or a copy of a piece that is not one run.
-
-    It is for comparing bytes, not for writing them: they may have any address, and may change.
-    """
-    copied = staged(images, transfer)
-
-    def fetch(file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        data = images[file].in_place(start, nbytes)
-        return copied(file, start, nbytes, arena) if data is None else data
-
-    return fetch
+    def look(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        """Return a view of live memory, or a copy of a piece that is not one run."""
+        data = self._images[file].in_place(start, nbytes)
+        return self.piece(file, start, nbytes, arena) if data is None else data
 
 
 def copy_runs(addresses: Ints, nbytes: Ints, out: NDArray[np.uint8], begin: Ints) -> None:

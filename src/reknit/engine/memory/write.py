@@ -20,11 +20,11 @@ from reknit.options import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
-    from reknit.engine.memory.images import Fetch
-    from reknit.engine.memory.workers import Arena, Arenas
+    from reknit.engine.memory.workers import Arena
     from reknit.events.phase import Recorder
     from reknit.storage.base import Storage, Writer
 
@@ -183,6 +183,56 @@ class Outgoing(NamedTuple):
     nbytes: int
 
 
+FetchPhase = Literal["stage", "wait", "read"]
+
+
+class ByteSource:
+    """The bytes of the files to write, piece by piece.
+
+    The time spent in `piece` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for
+    other threads, ``"read"`` when it reads another store.
+    """
+
+    phase: FetchPhase = "wait"
+    budget_nbytes: int | None = None
+    """Limit of the memory of all workers, if `piece` copies to it."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether pieces may be compared with an earlier file before they are written."""
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether pieces are only written for now, which takes little time of the core, and digested later.
+
+        Then the memory that `piece` returns must not change until all files are written.
+        """
+        return False
+
+    def arenas(self, nbytes: int) -> AbstractContextManager[Arena]:
+        """Lend memory to a worker."""
+        return borrowed(nbytes)
+
+    def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        """Return a piece of file number `file`, called by the worker that will write it.
+
+        The piece is copied to the worker's `arena`, or is in other memory, page-aligned for direct I/O.  That
+        memory does not change until the piece is written.
+        """
+        raise NotImplementedError
+
+    def look(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        """Return a piece only to be compared, in memory that may change."""
+        return self.piece(file, start, nbytes, arena)
+
+    def release(self, file: int, start: int, nbytes: int) -> None:
+        """Take back the memory of a piece, which is written."""
+
+    def fail(self, error: BaseException) -> None:
+        """Wake threads that wait in `piece`, after an error of one worker, before the others have ended."""
+
+
 class UnchangedFiles(Protocol):
     """Files of an earlier checkpoint that may have the bytes of the files to write."""
 
@@ -250,22 +300,15 @@ _BEGIN_S = 0.01
 _IDLE = 0.2
 """Share of the workers' time that waits for bytes may take in a window that counts as a measurement."""
 
-FetchPhase = Literal["stage", "wait", "read"]
-
 
 @dataclass
 class _Writing:
     """Files that are being written; most fields are arguments of `write_files`."""
 
     storage: Storage
-    fetch: Fetch
+    source: ByteSource
     recorder: Recorder
-    phase: FetchPhase
-    look: Fetch
     earlier: UnchangedFiles | None
-    written: Callable[[int, int, int], None] | None
-    failed: Callable[[BaseException], None] | None
-    busy: Callable[[], bool] | None
 
     def __post_init__(self) -> None:
         self.files: list[OutgoingFile] = []
@@ -274,7 +317,8 @@ class _Writing:
         """Pieces that were equal to those of an earlier file, and have to be written all the same."""
         self._begun = threading.Event()
         self._undigested: deque[tuple[OutgoingFile, int, NDArray[np.uint8]]] = deque()
-        self._clocks = {name: Stopwatch() for name in (self.phase, "digest", "write")}
+        self._phase = self.source.phase
+        self._clocks = {name: Stopwatch() for name in (self._phase, "digest", "write")}
 
     def open(self, files: Sequence[Outgoing]) -> None:
         """Create the files, so that a file that does not fit fails before any write.
@@ -321,15 +365,15 @@ class _Writing:
                 window.append(spans.popleft())
                 nbytes += window[-1].nbytes
             left -= nbytes
-            whole, fetching = Stopwatch(), self._clocks[self.phase].seconds
+            whole, fetching = Stopwatch(), self._clocks[self._phase].seconds
             written = self._clocks["write"].nbytes
             with whole.lap(nbytes):
                 yield window, settings
-            fetching = self._clocks[self.phase].seconds - fetching
+            fetching = self._clocks[self._phase].seconds - fetching
             if self._clocks["write"].nbytes - written < nbytes:
                 continue  # the time of bytes that were not written does not show the speed of the store
             # If the bytes came slowly, the time does not show the speed of the settings.
-            if self.phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
+            if self._phase != "wait" or fetching <= _IDLE * whole.seconds * settings.threads:
                 tuner.observe(settings, nbytes, whole.seconds)
         yield from self._and_the_rest(spans, tuner.best)
 
@@ -351,11 +395,11 @@ class _Writing:
                 self.recorder.advance(nbytes)
                 return
             assert file.writer is not None
-            with self._clocks[self.phase].lap(nbytes):
-                data = self.fetch(file.number, start, nbytes, arena)
+            with self._clocks[self._phase].lap(nbytes):
+                data = self.source.piece(file.number, start, nbytes, arena)
             if self.earlier is not None and not start:
                 self.earlier.note_begin(file.number, data)
-            if late := self.busy is not None and self.busy():
+            if late := self.source.busy:
                 self._undigested.append((file, start, data))
             else:
                 self._digest(file, start, data)
@@ -365,21 +409,19 @@ class _Writing:
             if not late:
                 self.digest_late()
             self.recorder.advance(nbytes)
-            if self.written is not None:
-                self.written(file.number, start, nbytes)
+            self.source.release(file.number, start, nbytes)
             if file.done_with(nbytes):
                 with self._clocks["write"].lap(), self._signed(file.path):
                     file.writer.finish()
         except BaseException as error:
-            if self.failed is not None:
-                self.failed(error)
+            self.source.fail(error)
             raise
 
     def _is_equal(self, piece: FileRange, arena: Arena) -> bool:
         """Return whether an earlier file has the bytes of a piece; if not, create the file."""
         file, start, nbytes = piece
-        with self._clocks[self.phase].lap():
-            data = self.look(file.number, start, nbytes, arena)
+        with self._clocks[self._phase].lap():
+            data = self.source.look(file.number, start, nbytes, arena)
         with self._clocks["digest"].lap():
             assert self.earlier is not None
             equal = self.earlier.equal(file.number, start, data)
@@ -436,66 +478,41 @@ class _Writing:
 def write_files(
     storage: Storage,
     files: Sequence[Outgoing],
-    fetch: Fetch,
+    source: ByteSource,
     *,
     tuner: Tuner,
     recorder: Recorder,
-    phase: FetchPhase = "wait",
-    budget_nbytes: int | None = None,
-    arenas: Arenas = borrowed,
-    written: Callable[[int, int, int], None] | None = None,
-    failed: Callable[[BaseException], None] | None = None,
-    busy: Callable[[], bool] | None = None,
-    meanwhile: Callable[[], None] | None = None,
     earlier: UnchangedFiles | None = None,
-    look: Fetch | None = None,
+    meanwhile: Callable[[], None] | None = None,
     keep: bool = False,
 ) -> list[Written]:
     """Write all files, several pieces at once, and return the files in storage, in the order of `files`.
 
     A file of which all pieces are equal to those of an `earlier` file is taken over, and not written.  The
-    pieces are compared in the memory that `look` returns, by default `fetch`.  After the first difference,
-    the pieces that were equal are fetched again.
+    pieces are compared in the memory that `ByteSource.look` returns.  After the first difference, the pieces
+    that were equal are fetched again.
 
     Each piece is digested in the memory from which it is written.  So damage on the way to the disk shows
     when the bytes are read.  An error leaves no file of this call behind, or with `keep` only finished files.
 
-    `fetch` is called by the worker that will write the piece.  Pieces begin at multiples of their own size,
-    and never cross a multiple of 32 MiB.  They are handed out in order, file after file.  So a thread that
-    fills a bounded ring in that order never waits for a worker that waits for that thread.  The time spent in
-    `fetch` is recorded as `phase`: ``"stage"`` when it copies, ``"wait"`` when it waits for other threads,
-    ``"read"`` when it reads another store.
-
-    `budget_nbytes` limits the memory of all workers, lent by `arenas`, if `fetch` copies to it.
-    `written(file, start, nbytes)` is called when the memory of a piece is free again.  A worker with an error
-    calls `failed(error)` before the other workers have ended, to wake threads that wait in `fetch`.  While
-    `busy()` returns True, pieces are only written, which takes little time of the core, and digested later.
-    Then the memory that `fetch` returns must not change until this call returns.  The calling thread calls
-    `meanwhile()` once while workers write.
+    Pieces begin at multiples of their own size, and never cross a multiple of 32 MiB.  They are handed out in
+    order, file after file.  So a thread that fills a bounded ring in that order never waits for a worker that
+    waits for that thread.  The calling thread calls `meanwhile()` once while workers write.
     """
-    writing = _Writing(
-        storage=storage,
-        fetch=fetch,
-        recorder=recorder,
-        phase=phase,
-        look=look or fetch,
-        earlier=earlier,
-        written=written,
-        failed=failed,
-        busy=busy,
-    )
+    writing = _Writing(storage, source, recorder, earlier)
     recorder.expect(sum(file.nbytes for file in files))
 
     try:
         writing.open(files)
         for spans, (threads, piece_nbytes) in writing.windows(tuner):
+            budget_nbytes = threads * piece_nbytes if source.budget_nbytes is None else source.budget_nbytes
             run_jobs(
                 pieces_of(spans, piece_nbytes),
                 writing.write,
                 threads=threads,
                 arena_nbytes=piece_nbytes,
-                budget_nbytes=threads * piece_nbytes if budget_nbytes is None else budget_nbytes,
-                arenas=arenas,
+                budget_nbytes=budget_nbytes,
+                arenas=source.arenas,
                 meanwhile=partial(writing.once_begun, meanwhile) if meanwhile and threads > 1 else meanwhile,
             )
             meanwhile = None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.memory.write import Written
     from reknit.engine.saving.part import CopySplit, EncodedFile
-    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.saving.task import SaveTask
     from reknit.engine.stored.marker import Marker
     from reknit.planner.assemble import ChunkFiles
     from reknit.planner.columns import Blocks, RankColumns
@@ -132,31 +132,31 @@ _MOST_WRITERS = 64
 
 
 def write_blobs(
-    job: SaveJob, files: Sequence[EncodedFile], write_id: str, written: list[Written]
+    task: SaveTask, files: Sequence[EncodedFile], write_id: str, written: list[Written]
 ) -> list[dict[str, int]]:
     """Write the files of blobs of a rank, add each to `written`, and return the coordinates of its values.
 
     Several files are written at once, unless the options allow only one thread: many small files wait for
     requests rather than for the disk.
     """
-    storage, threads = job.storage, job.options.threads
+    storage, threads = task.storage, task.options.threads
     places: list[dict[str, int]] = []
     named: list[tuple[str, bytes]] = []
     for file in files:
         number = None if file.coordinate is None else len(places)
-        path = paths.blob_path(file.item, job.group.rank, write_id, own=number)
+        path = paths.blob_path(file.item, task.group.rank, write_id, own=number)
         named.append((path, file.data))
         if file.coordinate is not None:
             places.append(file.coordinate)
     here = f"{storage.url}/{named[0][0]}" if len(named) == 1 else storage.url
     if named:
-        with job.recorder.phase("write", path=here, nbytes=sum([len(data) for _, data in named])):
+        with task.recorder.phase("write", path=here, nbytes=sum([len(data) for _, data in named])):
             write_small(storage, named, written, threads=1 if threads == 1 else _MOST_WRITERS)
     return places
 
 
 def receipt(
-    job: SaveJob,
+    task: SaveTask,
     items: Sequence[str],
     written: Sequence[Written],
     *,
@@ -169,14 +169,14 @@ def receipt(
 
     `plan` identifies the layout of its holdings; `columns` is None if the root has the columns of this plan.
     """
-    rank = job.group.rank
+    rank = task.group.rank
     names = [name for file in written if (name := paths.parse_path(file.path)) is not None]
     folder, folders = _numbered([name.item or "" for name in names])
     place, kinds = _numbered([tuple(sorted(place)) for place in places])
     own = columns_of(
         rank,
         {
-            "urls": [job.storage.url],
+            "urls": [task.storage.url],
             "items": list(dict.fromkeys(items)),
             "folders": folders,
             "kept": copies.kept,
@@ -271,9 +271,9 @@ class Coordinator:
         self._num_shards = 0
 
     def assign(
-        self, job: SaveJob | None, requests: Sequence[Sections], *, first: bool = False
+        self, task: SaveTask | None, requests: Sequence[Sections], *, first: bool = False
     ) -> list[messages.Assignment]:
-        """Answer the `claims` of all ranks, merged or not; without a `job`, no save begins.
+        """Answer the `claims` of all ranks, merged or not; without a `task`, no save begins.
 
         With `first` the answers have the files of the newest checkpoint of the same folder, since the root
         has not committed there.
@@ -286,8 +286,8 @@ class Coordinator:
         write_id = _agreed_write_id(claims)
         _refuse_other_places(claims)
         _refuse_lone_copies(claims)
-        if job is not None:
-            self._begun = job.storage, begin(job, write_id)
+        if task is not None:
+            self._begun = task.storage, begin(task, write_id)
         owners = self._shard_owners(claims, shards)
         self._num_shards = int(owners.counts.sum())
         blobs = blob_owners(claims.lists["blob_keys"], claims.lists["blob_digests"])
@@ -299,7 +299,7 @@ class Coordinator:
             messages.Assignment(write_id, packed(owners.at(k), "i8"), packed(blobs.at(k), "i8"), copies)
             for k in leads.tolist()
         ]
-        earlier = _earlier_files(job) if first and job is not None else {}
+        earlier = _earlier_files(task) if first and task is not None else {}
         return [
             answers[k] if rank not in earlier else replace(answers[k], earlier=earlier[rank])
             for rank, k in zip(claims.ranks.tolist(), number.tolist(), strict=True)
@@ -314,7 +314,7 @@ class Coordinator:
         if begun is not None:
             remove_marker(*begun)
 
-    def commit(self, job: SaveJob, requests: Sequence[Sections]) -> messages.CommitOutcome:
+    def commit(self, task: SaveTask, requests: Sequence[Sections]) -> messages.CommitOutcome:
         """Commit the save of `assign` from the receipts of all ranks, and return the outcome for all.
 
         The receipts may be merged.  Raises `CommitError` when the parts do not make a whole.
@@ -328,7 +328,7 @@ class Coordinator:
             assembled = self.assembled(receipts, chunks)
             ahead = _encoded(assembled, mine, collected.kept)
         try:
-            outcome = commit(job, mine, ahead.data, collected, ahead.warnings)
+            outcome = commit(task, mine, ahead.data, collected, ahead.warnings)
         except UndecidedError:
             self._begun = None
             raise
@@ -387,11 +387,11 @@ class Coordinator:
         return owners
 
 
-def _earlier_files(job: SaveJob) -> dict[int, messages.EarlierFiles]:
+def _earlier_files(task: SaveTask) -> dict[int, messages.EarlierFiles]:
     """Return the files of each rank that a first save may take over."""
     from reknit.engine.saving.reuse import earlier_files
 
-    return earlier_files(job.storage) if job.options.reuse else {}
+    return earlier_files(task.storage) if task.options.reuse else {}
 
 
 def _assembled(chunks: RankColumns) -> Assembled:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
 
 from reknit.engine import messages
-from reknit.engine.memory.images import Entries, Image
+from reknit.engine.memory.devices import Transfer
+from reknit.engine.memory.images import Entries, Image, LiveImages
+from reknit.engine.memory.workers import image_nbytes
 from reknit.format import paths
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
 from reknit.planner.columns import packed
 from reknit.planner.save import plan_save
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reknit.engine.memory.images import Sources
     from reknit.types.shard import FilePlan, Holdings
@@ -42,11 +45,6 @@ class Outline(NamedTuple):
     files: tuple[OutlinedFile, ...]
     columns: messages.ArrayColumns
 
-    @property
-    def listed(self) -> list[tuple[str, int, int]]:
-        """Item, part and size of each file."""
-        return [(file.plan.item, file.plan.part, file.nbytes) for file in self.files]
-
     def images(self, write_id: str, sources: Sources) -> list[Image]:
         """Return the files of one save, to be filled from the `bits` of shards with this layout."""
         return [
@@ -59,6 +57,57 @@ class Outline(NamedTuple):
             )
             for file in self.files
         ]
+
+
+class Owners(NamedTuple):
+    """The owners of the shards that a rank claimed, with the outlines of its earlier saves.
+
+    `plan` stands for the files of its layout under these owners, and may have an outline in `outlines`.
+    """
+
+    plan: bytes
+    of_claims: bytes
+    outlines: Mapping[bytes, Outline]
+
+
+class LiveFiles(NamedTuple):
+    """The data files of a rank in one save: their outline, and their bytes in live memory.
+
+    `items` are those of the rank, also without a file.  `sources` are the `bits` of its shards.  `is_known`
+    says whether an earlier save had the same `plan`.
+    """
+
+    plan: bytes
+    items: Sequence[str]
+    outline: Outline
+    sources: Sources
+    budget_nbytes: int | None
+    is_known: bool
+
+    @property
+    def listed(self) -> list[tuple[str, int, int]]:
+        """Item, part and size of each file."""
+        return [(file.plan.item, file.plan.part, file.nbytes) for file in self.outline.files]
+
+    @property
+    def columns(self) -> messages.ArrayColumns | None:
+        """The chunks in the files; None if the root has the chunks of this plan."""
+        return None if self.is_known else self.outline.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arena that holds the files."""
+        return image_nbytes([file.nbytes for file in self.outline.files])
+
+    def images(self, write_id: str) -> list[Image]:
+        """Return the files under a write id, to be filled from live memory."""
+        return self.outline.images(write_id, self.sources)
+
+    @contextmanager
+    def source(self, write_id: str, timeout_s: float) -> Iterator[LiveImages]:
+        """Return the bytes of the files under a write id, within a block in which devices copy them."""
+        with Transfer(self.sources.on_devices, "what is saved", timeout_s) as transfer:
+            yield LiveImages(self.images(write_id), transfer, self.budget_nbytes)
 
 
 class FileCut(NamedTuple):

@@ -17,7 +17,7 @@ from reknit.engine import messages
 from reknit.engine.memory.devices import GATHER_NBYTES, gathered
 from reknit.engine.memory.elements import contiguous_bytes, itemsize, stage
 from reknit.engine.memory.images import Sources
-from reknit.engine.saving.layout import FileCut, layout_digest, outline
+from reknit.engine.saving.layout import FileCut, LiveFiles, layout_digest, outline
 from reknit.engine.saving.packing import Sections
 from reknit.errors import StateError
 from reknit.format import paths
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.saving.layout import Outline
-    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.saving.layout import Outline, Owners
+    from reknit.engine.saving.task import SaveTask
     from reknit.options import SaveOptions
     from reknit.types.shard import Blob, Holdings, Shard, Witness
 
@@ -403,15 +403,14 @@ _MOST_FILES = 1024
 """Files of an item on all ranks that store parts: each file costs a request, and an entry in the index."""
 
 
-class RankPart:
+class Part:
     """The holdings of a rank with their encoded values, and the data that it derives from them alone."""
 
-    def __init__(self, job: SaveJob) -> None:
-        """Collect the holdings.  Raises `StateError` for a part of the state that no file can hold."""
-        self.job = job
-        with job.recorder.phase("collect"):
-            self.encoded = encode_holdings(job.holdings(), job.options)
-            self.sources = Sources(shard.memory for shard in self.encoded.holdings.shards)
+    def __init__(self, task: SaveTask, encoded: EncodedHoldings, cut: FileCut) -> None:
+        """Use `encode`."""
+        self.task, self.encoded = task, encoded
+        self.sources = Sources(shard.memory for shard in encoded.holdings.shards)
+        self._cut = cut
         self._copies = messages.NO_COPIES
 
     @property
@@ -429,10 +428,10 @@ class RankPart:
 
         `chosen` is the result of an earlier save of the same layout.
         """
-        job = self.job
-        with job.recorder.phase("digest"):
+        task = self.task
+        with task.recorder.phase("digest"):
             chosen = chosen or choose(
-                self.encoded, job.options.check_replicas, job.group.rank, job.group.size
+                self.encoded, task.options.check_replicas, task.group.rank, task.group.size
             )
             self._copies = chosen.copies(self.sources)
         return chosen
@@ -442,24 +441,41 @@ class RankPart:
         encoded = self.encoded
         return messages.RankClaims(
             write_id=write_id,
-            step=self.job.step,
+            step=self.task.step,
             plan=plan,
             shards=encoded.shard_claims() if shards else None,
             blobs=encoded.blobs,
             copies=self._copies,
             witnesses=encoded.witnesses,
-            places=len(self.job.promote_to),
+            places=len(self.task.promote_to),
         )
 
     def outline(self, owners: bytes = b"") -> Outline:
         """Return the files that this rank writes; `owners` has the owners of the shards that it claimed."""
         holdings = self.encoded.resolved(unpacked(owners, "i8"))
-        return outline(holdings, self.job.group.rank, self._cut)
+        return outline(holdings, self.task.group.rank, self._cut)
 
-    @property
-    def _cut(self) -> FileCut:
-        """The cut into files: several for each item if the store can take over the unchanged ones."""
-        job = self.job
-        takes_over = job.options.reuse and getattr(job.storage, "copy_from", None) is not None
-        num_parts = max(1, min(_MOST_PARTS, _MOST_FILES // job.group.size)) if takes_over else 1
-        return FileCut(job.options.max_file_nbytes, num_parts)
+
+def encode(holdings: Holdings, task: SaveTask, *, takes_over: bool) -> Part:
+    """Check the names in the holdings of a rank, and encode their values; record the place of the rank.
+
+    If the store `takes_over` files that did not change, each item has several files.  Raises `StateError` for
+    a part of the state that no file can hold.
+    """
+    task.recorder.coordinate = dict(holdings.coordinate)
+    parts = max(1, min(_MOST_PARTS, _MOST_FILES // task.group.size)) if takes_over else 1
+    return Part(task, encode_holdings(holdings, task.options), FileCut(task.options.max_file_nbytes, parts))
+
+
+def lay_out(part: Part, owners: Owners) -> LiveFiles:
+    """Return the files of a rank; their chunks follow from the layout of its holdings, and the owners."""
+    with part.task.recorder.phase("plan"):
+        known = owners.outlines.get(owners.plan)
+        return LiveFiles(
+            plan=owners.plan,
+            items=part.encoded.holdings.items,
+            outline=known or part.outline(owners.of_claims),
+            sources=part.sources,
+            budget_nbytes=part.task.options.inflight_nbytes,
+            is_known=known is not None,
+        )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.memory.workers import Arena
-    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.saving.task import SaveTask
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Manifest
 
@@ -174,19 +174,19 @@ class Reuse:
     """The data files of one rank in one save, and the earlier files that may have their bytes."""
 
     def __init__(
-        self, job: SaveJob, committed: Committed, write_id: str, listed: Sequence[tuple[str, int, int]]
+        self, task: SaveTask, committed: Committed, write_id: str, listed: Sequence[tuple[str, int, int]]
     ) -> None:
         """Name the files of this save; `listed` has the item, part and size of each."""
-        self._job, self._committed, self._write_id = job, committed, write_id
+        self._task, self._committed, self._write_id = task, committed, write_id
         self.files = [
-            Outgoing(paths.data_path(item, job.group.rank, write_id, part), nbytes)
+            Outgoing(paths.data_path(item, task.group.rank, write_id, part), nbytes)
             for item, part, nbytes in listed
         ]
         self._places = [each[:2] for each in listed]
         self._samples: dict[int, int] = {}
         self._taken: dict[int, _KnownFile] = {}
-        self._last = committed.beside(job.storage)
-        takes_over = job.options.reuse and isinstance(job.storage, CopiesFiles)
+        self._last = committed.beside(task.storage)
+        takes_over = task.options.reuse and isinstance(task.storage, CopiesFiles)
         self._known: dict[int, _KnownFile] = {}
         for number, (file, place) in enumerate(zip(self.files, self._places, strict=True)):
             known = self._last.files.get(place) if takes_over and self._last is not None else None
@@ -228,7 +228,7 @@ class Reuse:
 
     def take_over(self, numbers: Sequence[int], taken: dict[int, Written]) -> None:
         """Let the store copy the earlier files of these numbers, unless it refuses a file."""
-        storage, last, recorder = self._job.storage, self._last, self._job.recorder
+        storage, last, recorder = self._task.storage, self._last, self._task.recorder
         assert isinstance(storage, CopiesFiles)
         assert last is not None
 
@@ -239,9 +239,9 @@ class Reuse:
                     self._taken[number] = known
                     taken[number] = known.file._replace(path=path)
             except BaseException as error:
-                discard(self._job.storage, path)  # it is there perhaps, and only the answer was lost
+                discard(self._task.storage, path)  # it is there perhaps, and only the answer was lost
                 if isinstance(error, ReknitError):
-                    error.sign(rank=recorder.rank, phase="write", path=f"{self._job.storage.url}/{path}")
+                    error.sign(rank=recorder.rank, phase="write", path=f"{self._task.storage.url}/{path}")
                 raise
 
         with recorder.phase("reuse") as running:
@@ -257,7 +257,7 @@ class Reuse:
             taken = self._taken.get(number)
             write_id = self._write_id if taken is None else taken.write_id
             files[place] = _KnownFile(by_path[self.files[number].path], write_id, self._samples.get(number))
-        self._committed.keep(self._job.storage, files)
+        self._committed.keep(self._task.storage, files)
 
     def _labelled(self, number: int) -> _KnownFile:
         """Return an earlier file with the write id of its header, which is read if it is unknown."""

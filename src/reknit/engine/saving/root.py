@@ -29,25 +29,24 @@ from reknit.types.manifest import FileEntry, Manifest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.engine.memory.write import Written
-    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.saving.task import SaveTask
     from reknit.engine.stored.manifest_content import ManifestContent
     from reknit.storage.base import Storage
 
 
-def begin(job: SaveJob, write_id: str) -> Marker:
+def begin(task: SaveTask, write_id: str) -> Marker:
     """Put the marker without which this save cannot commit, and return it.
 
     Raises `CheckpointExistsError` and `FencedError`, and `StateError` for metadata that no manifest can hold,
     before any data is written.
     """
-    check_manifest(job)
-    if job.run is not None:
-        mine = Marker(job.run.generation, write_id, run=job.run)
-        if job.overwrite:
-            refuse_pinned(job.storage)
+    check_manifest(task)
+    if task.run is not None:
+        mine = Marker(task.run.generation, write_id, run=task.run)
+        if task.overwrite:
+            refuse_pinned(task.storage)
         try:  # the record of the run decides which run is newer, not an earlier save to this path
-            return take_marker(job.storage, mine, overwrite=job.overwrite, newest=True)
+            return take_marker(task.storage, mine, overwrite=task.overwrite, newest=True)
         except CheckpointExistsError as error:
             error.remedy = (
                 "number the steps of a run upwards; to replace later ones, go on from a step with "
@@ -55,22 +54,22 @@ def begin(job: SaveJob, write_id: str) -> Marker:
             )
             raise
     # A single process without a given generation uses its clock, which may have been set back.
-    alone = isinstance(job.group, SoloGroup) and job.group.given is None
-    mine = Marker(job.group.generation, write_id)
-    return take_marker(job.storage, mine, overwrite=job.overwrite, newest=alone)
+    alone = isinstance(task.group, SoloGroup) and task.group.given is None
+    mine = Marker(task.group.generation, write_id)
+    return take_marker(task.storage, mine, overwrite=task.overwrite, newest=alone)
 
 
-def check_manifest(job: SaveJob) -> None:
+def check_manifest(task: SaveTask) -> None:
     """Raise `StateError` for metadata that no manifest can hold."""
-    if not job.metadata:
+    if not task.metadata:
         return
     some = Marker(0, paths.new_write_id())
     index = FileEntry(paths.index_path(some.write_id), 0, ())
-    encode_manifest(replace(_manifest(job, some, ()), files=(index,)))
+    encode_manifest(replace(_manifest(task, some, ()), files=(index,)))
 
 
 def commit(
-    job: SaveJob, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
+    task: SaveTask, mine: Marker, index: bytes, merged: ManifestContent, warnings: Sequence[str]
 ) -> messages.CommitOutcome:
     """Write the encoded `index`, and commit the files in the receipts of all ranks.
 
@@ -83,34 +82,39 @@ def commit(
             "the state is empty on every rank, and would be a checkpoint of nothing",
             remedy='pass the objects to save: {"model": model}',
         )
-    storage = job.storage
+    storage = task.storage
     _check_files(storage, merged, mine)
-    content, manifest = list_files(_manifest(job, mine, merged.items), index, merged.files)
-    written = _write_index(storage, mine, content)
+    content, manifest = list_files(_manifest(task, mine, merged.items), index, merged.files)
+    try:
+        written = write_bytes(storage, paths.index_path(mine.write_id), content)
+    except StorageError as error:
+        if size_of(storage, mine.path) is None:
+            raise fenced_off(storage, mine) from error  # another save has removed the index meanwhile
+        raise
     own = FileEntry(written.path, written.nbytes, tuple(written.digests.tolist()))
     manifest = replace(manifest, files=(*manifest.files, own))
     data = encode_manifest(manifest)
     # The commit: this write makes the checkpoint exist.
-    mine, data = put_manifest(storage, mine, data, overwrite=job.overwrite)
+    mine, data = put_manifest(storage, mine, data, overwrite=task.overwrite)
     all_warnings = [*warnings, *merged.warnings, *clear_out(storage, mine, data)]
     return messages.CommitOutcome(manifest.nbytes, all_warnings)
 
 
-def _manifest(job: SaveJob, mine: Marker, items: tuple[str, ...]) -> Manifest:
+def _manifest(task: SaveTask, mine: Marker, items: tuple[str, ...]) -> Manifest:
     """Return the commit record, without files."""
     return Manifest(
         format_version=FORMAT_VERSION,
         write_id=mine.write_id,
-        step=job.step,
+        step=task.step,
         created=now(),
         items=items,
         index_path=paths.index_path(mine.write_id),
         files=(),
         blobs=(),
         block_nbytes=BLOCK_NBYTES,
-        uses_pickle=job.options.allow_pickle,
-        origin=job.origin,
-        metadata=job.metadata,
+        uses_pickle=task.options.allow_pickle,
+        origin=task.origin,
+        metadata=task.metadata,
         generation=mine.generation,
     )
 
@@ -140,13 +144,3 @@ def _check_files(storage: Storage, merged: ManifestContent, mine: Marker) -> Non
             remedy="give every rank the same path, in a folder that all hosts share, and let only one "
             "save at a time write to it",
         )
-
-
-def _write_index(storage: Storage, mine: Marker, data: bytes) -> Written:
-    """Write the index.  Raises `CommitError` if another save has removed it meanwhile."""
-    try:
-        return write_bytes(storage, paths.index_path(mine.write_id), data)
-    except StorageError as error:
-        if size_of(storage, mine.path) is None:
-            raise fenced_off(storage, mine) from error
-        raise

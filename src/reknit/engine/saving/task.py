@@ -1,49 +1,73 @@
-"""One save of one rank: its state, its group, its store, and its options."""
+"""One save of one rank: the place that it goes to, its options, and the run that it is a step of."""
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from reknit.comm.group import Group
     from reknit.engine.stored.run_record import Run
     from reknit.events.phase import Recorder
-    from reknit.options import SaveOptions
+    from reknit.options import Durability, SaveOptions
     from reknit.storage.base import Storage
-    from reknit.types.shard import Holdings
 
 
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """The input of one rank's save, for a save that waits, for a trainer, and for its agent.
+class SavePlace(Protocol):
+    """The place of a checkpoint; `url` and `factory` let another process open its store."""
 
-    `step`, `origin` and `metadata` go into the manifest.  An agent opens its own storage by `url`, with
-    the `factory` of the trainer's program, if there is one (`storage.registry.recipe`).  `promote_to` has the
-    URL, factory and rate of each store to which the checkpoint is promoted, and the record of the run there.
-    An agent does not `collect`: it receives the files that its trainer stages.  `run` is the run that the
-    checkpoint is a step of, or None.
+    @property
+    def url(self) -> str:
+        """The URL, or the absolute path of a folder."""
+
+    @property
+    def factory(self) -> str | None:
+        """The factory of the trainer's program for such stores, if it has one (`storage.registry.recipe`)."""
+
+    def open(self, durability: Durability, recorder: Recorder) -> Storage:
+        """Open the store, whose operations are recorded."""
+
+    def copies_files(self, durability: Durability) -> bool:
+        """Return whether the store can copy files of an earlier checkpoint."""
+
+
+class EarlierSave(Protocol):
+    """A save under way."""
+
+    def wait_over(self, timeout_s: float) -> None:
+        """Wait until it has ended, and its promotions too.  Raises `DeadlineError`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveTask:
+    """The input of one rank's save, beside its state: for a save that waits, a trainer, and its agent.
+
+    `step`, `origin` and `metadata` go into the manifest.  `promote_to` has the URL, factory and rate of each
+    store to which the checkpoint is promoted, and the record of the run there.  `run` is the run that the
+    checkpoint is a step of, or None.  `ranks` are the numbers of the group's ranks in the whole job, None for
+    the same numbers.  The writer raises the error `wrong` of the arguments on all ranks.
     """
 
-    collect: Callable[[], Holdings]
+    place: SavePlace
     group: Group
-    storage: Storage
     options: SaveOptions
     recorder: Recorder
-    _: KW_ONLY
     step: int | None = None
     overwrite: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    url: str = ""
-    factory: str | None = None
-    promote_to: Sequence[tuple[str, str | None, float | None, str | None]] = ()
+    promote_to: list[tuple[str, str | None, float | None, str | None]] = field(default_factory=list)
     run: Run | None = None
+    ranks: Sequence[int] | None = None
+    wrong: BaseException | None = None
+    storage: Storage = field(init=False)
+    """The store of the place, in the process that writes the files."""
+    after: Sequence[EarlierSave] = ()
+    """Saves under way to the same place, which have to end before."""
 
-    def holdings(self) -> Holdings:
-        """Collect the holdings of this rank, and give the recorder its place in the parallel grid."""
-        found = self.collect()
-        self.recorder.coordinate = dict(found.coordinate)
-        return found
+    def close(self) -> None:
+        """Close the store, if it is open."""
+        if hasattr(self, "storage"):
+            self.storage.close()

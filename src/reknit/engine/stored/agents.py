@@ -38,7 +38,7 @@ class AtWork(NamedTuple):
     since: float | None
 
 
-unread: dict[object, Sequence[str]] = {}
+unanswered: dict[object, Sequence[str]] = {}
 """The URLs of each save that this process has sent to an agent, whose note may lack it yet."""
 
 
@@ -85,7 +85,7 @@ def at_work(root: str) -> list[AtWork]:
     This process is among them while its agent has not read of a save.  Agents that are threads of a trainer
     are not found: they end with it.
     """
-    own = [AtWork(os.getpid(), None, url, None) for urls in list(unread.values()) for url in urls]
+    own = [AtWork(os.getpid(), None, url, None) for urls in list(unanswered.values()) for url in urls]
     return sorted(
         (agent for agent in (*own, *_agents()) if agent.path is None or is_below(agent.path, root)),
         key=lambda agent: (agent.pid, agent.path or ""),
@@ -146,4 +146,4 @@ def is_below(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
 
 
-os.register_at_fork(after_in_child=unread.clear)
+os.register_at_fork(after_in_child=unanswered.clear)

@@ -11,7 +11,15 @@ from msgspec import structs
 
 from reknit.comm import group as comm
 from reknit.engine.memory.workers import Pace, run_jobs
-from reknit.engine.memory.write import PIECE_NBYTES, PIECES, Outgoing, Tuner, write_bytes, write_files
+from reknit.engine.memory.write import (
+    PIECE_NBYTES,
+    PIECES,
+    ByteSource,
+    Outgoing,
+    Tuner,
+    write_bytes,
+    write_files,
+)
 from reknit.engine.reports import PromotionReport
 from reknit.engine.stored.at_path import is_committed, read_manifest, size_of
 from reknit.engine.stored.commit import clear_out, fate_of, never_if_it_fails, put_manifest
@@ -45,7 +53,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.memory.workers import Arena
     from reknit.engine.memory.write import Written
-    from reknit.engine.saving.task import SaveJob
+    from reknit.engine.saving.task import SaveTask
     from reknit.engine.stored.run_record import Run
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
@@ -114,6 +122,23 @@ def is_sound(storage: Storage, file: FileEntry, block_nbytes: int) -> bool:
     return True
 
 
+class _CheckedFiles(ByteSource):
+    """The pieces of files in another store, each block compared with its digest."""
+
+    phase = "read"
+
+    def __init__(self, job: Promotion, files: Sequence[FileEntry], block_nbytes: int) -> None:
+        self._job, self._files, self._block_nbytes = job, files, block_nbytes
+        self.budget_nbytes = job.options.inflight_nbytes
+
+    def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        """Return a piece that was read, at the rate of the promotion."""
+        piece = arena.view(nbytes)
+        self._job.pace.take(nbytes)
+        read_blocks(self._job.source, self._files[file], start, piece.data, self._block_nbytes)
+        return piece
+
+
 def copy_files(
     job: Promotion, files: Sequence[FileEntry], block_nbytes: int, copied: list[FileEntry], *, keep: bool
 ) -> None:
@@ -132,12 +157,6 @@ def copy_files(
         job.pace.take(file.nbytes)
         write_bytes(target, file.path, read_checked(source, file, block_nbytes), keep=keep)
 
-    def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        piece, file = arena.view(nbytes), large[number]
-        job.pace.take(nbytes)
-        read_blocks(source, file, start, piece.data, block_nbytes)
-        return piece
-
     for file in large:
         check_size(source, file)
     if small:
@@ -147,11 +166,9 @@ def copy_files(
     write_files(
         target,
         [Outgoing(file.path, file.nbytes) for file in large],
-        fetch,
+        _CheckedFiles(job, large, block_nbytes),
         tuner=Tuner(threads=num_threads(job.options.threads), piece_nbytes=max(PIECE_NBYTES, block_nbytes)),
         recorder=job.recorder,
-        phase="read",
-        budget_nbytes=job.options.inflight_nbytes,
         keep=keep,
     )
 
@@ -295,22 +312,28 @@ class _Root:
 
 
 def promote_saved(
-    job: SaveJob, write_id: str, written: Sequence[Written], group: comm.Group, to: Target
+    task: SaveTask,
+    write_id: str,
+    written: Sequence[Written],
+    *,
+    group: comm.Group,
+    to: Target,
+    options: SaveOptions | None = None,
 ) -> PromotionReport:
     """Promote, with all ranks, a checkpoint that they have just saved; `group` holds the rounds.
 
-    A rank that cannot open the target lets all ranks fail.
+    `options` are those of the save by default.  A rank that cannot open the target lets all ranks fail.
     """
     try:
         target = to.open()
     except BaseException as error:  # the author of the store decides about its errors
-        decline(group, error, write_id, job.options.timeout_s)
+        decline(group, error, write_id, task.options.timeout_s)
     try:
-        mine = job.recorder
+        mine = task.recorder
         recorder = Recorder(
             action="promote",
             rank=group.rank,
-            step=job.step,
+            step=task.step,
             path=target.url,
             sinks=mine.sinks,
             process=mine.process,
@@ -319,16 +342,16 @@ def promote_saved(
         rate = None if to.bytes_per_s is None else to.bytes_per_s / group.size
         recorded_target = to.recorded(target, recorder)
         promotion = Promotion(
-            source=job.storage,
+            source=task.storage,
             target=recorded_target,
-            overwrite=job.overwrite,
-            options=job.options,
+            overwrite=task.overwrite,
+            options=options or task.options,
             recorder=recorder,
             pace=Pace(rate),
             run=to.run,
         )
         with recorder.whole():
-            return promote(promotion, group, job.step, write_id, written)
+            return promote(promotion, group, task.step, write_id, written)
     finally:
         close_quietly(target)
 

@@ -8,6 +8,7 @@ ranks of these groups.  In a mesh with ranks in another order, places and coordi
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import imported
 from reknit.frameworks.torch import torch_private
 from reknit.frameworks.torch.flat_part import Ragged, find_ragged, ragged_part
 from reknit.types.box import Box
@@ -117,14 +117,18 @@ class MeshCut(NamedTuple):
 def is_dtensor(value: Any) -> bool:
     """Return whether this is a DTensor, torch's or veScale's, without an import of their modules."""
     kind: Any = type(value)
-    return kind is not torch.Tensor and _is_dtensor(kind)
+    known = _dtensor_kinds.get(kind)
+    if known is None:  # its base classes were imported before it, and do not change
+        if len(_dtensor_kinds) > _MOST_KINDS:
+            _dtensor_kinds.clear()
+        torch_module, vescale = map(sys.modules.get, ("torch.distributed.tensor", "vescale.dtensor.dtensor"))
+        kinds = getattr(torch_module, "DTensor", ()), getattr(vescale, "DTensor", ())
+        known = _dtensor_kinds[kind] = issubclass(kind, kinds)
+    return known
 
 
-@lru_cache(maxsize=256)
-def _is_dtensor(kind: type) -> bool:
-    """Return whether a type is a DTensor's: its base classes were imported before it, and do not change."""
-    known = (imported(name, "DTensor") for name in ("torch.distributed.tensor", "vescale.dtensor.dtensor"))
-    return issubclass(kind, tuple(known))
+_dtensor_kinds: dict[type, bool] = {}
+_MOST_KINDS = 256
 
 
 def chunk(runs: Sequence[Run], size: int, position: int) -> list[Run]:

@@ -258,8 +258,8 @@ class WalkCache:
             fits, num_others = _repeat(saving, signature, looked, last)
             if fits:
                 return saving.holdings(None if num_others else last.known)
+            saving = make()
         self._walked.pop(key, None)
-        saving = make()
         walked, num_others = _walk(saving, signature, looked)
         if walked is None:
             return saving.holdings()

@@ -20,7 +20,7 @@ from reknit.api import ranks
 from reknit.api.checks import open_checkpoint
 from reknit.api.ranks import alone
 from reknit.comm import group as comm
-from reknit.engine.memory.write import PIECE_NBYTES, Outgoing, Tuner, write_bytes, write_files
+from reknit.engine.memory.write import PIECE_NBYTES, ByteSource, Outgoing, Tuner, write_bytes, write_files
 from reknit.engine.reports import other_files
 from reknit.engine.stored.at_path import check_absent, manifest_in, size_of
 from reknit.engine.stored.commit import clear_out, put_manifest
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 
 MOST_FILE_NBYTES = 1 << 30
 """Bytes of tensors in a data file, unless one chunk has more: a file is the unit of a resumed import."""
+
+
+BUDGET_NBYTES = 256 * MIB
 
 
 class ImportedFile(NamedTuple):
@@ -189,6 +192,22 @@ def fill(file: ImportedFile, index: Index, source: Storage, start: int, piece: N
         number += 1
 
 
+class _ForeignFiles(ByteSource):
+    """The pieces of imported files, read from the files of another program."""
+
+    phase = "read"
+    budget_nbytes = BUDGET_NBYTES
+
+    def __init__(self, files: Sequence[ImportedFile], index: Index, source: Storage) -> None:
+        self._files, self._index, self._source = files, index, source
+
+    def piece(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
+        """Return a piece that was read."""
+        piece = arena.view(nbytes)
+        fill(self._files[file], self._index, self._source, start, piece)
+        return piece
+
+
 @contextmanager
 def launched() -> Iterator[Group]:
     """Connect the processes that a launcher started, for the duration of the block; else be alone."""
@@ -204,7 +223,6 @@ def launched() -> Iterator[Group]:
         dist.destroy_process_group()
 
 
-BUDGET_NBYTES = 256 * MIB
 _ROUND_S = 7 * 86400.0
 """Ranks wait for the rank that has most to copy; a rank that is gone is noticed at once."""
 
@@ -335,19 +353,12 @@ class _Import:
         kept += [number for number, found in digests.items() if found is not None]
         left = [number for number in mine if digests[number] is None]
 
-        def fetch(number: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-            piece = arena.view(nbytes)
-            fill(plan.files[left[number]], self.found.index, self.source, start, piece)
-            return piece
-
         written = write_files(
             self.target,
             [Outgoing(plan.files[number].path, plan.files[number].nbytes) for number in left],
-            fetch,
+            _ForeignFiles([plan.files[number] for number in left], self.found.index, self.source),
             tuner=Tuner(threads=self.threads, piece_nbytes=PIECE_NBYTES),
             recorder=recorder,
-            phase="read",
-            budget_nbytes=BUDGET_NBYTES,
             keep=True,
         )
         for number, file in zip(left, written, strict=True):

@@ -1,4 +1,4 @@
-"""The formats of other programs: is there a checkpoint of one at a path, or below it, and what is in it?
+"""The formats of other programs: one row for each, to recognise, open and read its checkpoints.
 
 The formats of reknit's rows are recognised by first bytes, and before the formats of other distributions.
 """

@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict, deque
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reknit.storage.base import shorter, too_large
 from reknit.storage.local.folders import link_below, open_regular, unlink_below
@@ -34,7 +34,7 @@ _LINK_TRIES = 8
 """How often a link is tried while its folder vanishes: other ranks may remove the folder at that moment."""
 
 
-def found_anew(full: str, look: Callable[[], _T]) -> _T:
+def found_anew(full: str, look: Callable[..., _T], *args: Any, **more: Any) -> _T:
     """Return the result of `look` at the path `full`; call it again if the cache of this machine is old.
 
     On NFS, another machine may replace a file before it is opened or read.  The server then rejects the old
@@ -44,13 +44,13 @@ def found_anew(full: str, look: Callable[[], _T]) -> _T:
     asked = False
     for _ in range(_STALE_TRIES):
         try:
-            return look()
+            return look(*args, **more)
         except OSError as error:
             if error.errno != errno.ESTALE and (asked or error.errno != errno.ENOENT):
                 raise
         ask_server(os.path.dirname(full))
         asked = True
-    return look()
+    return look(*args, **more)
 
 
 def ask_server(folder: str) -> None:

@@ -175,13 +175,13 @@ class LocalStorage:
         """
         full = self._full(path)
         with translated("read", full):
-            return found_anew(full, lambda: read_whole(self._root, path, limit))
+            return found_anew(full, read_whole, self._root, path, limit)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         full = self._full(path)
         with translated("find", full):
-            found = found_anew(full, lambda: status_below(self._root, path, links=True))
+            found = found_anew(full, status_below, self._root, path, links=True)
         if not stat.S_ISREG(found.st_mode):
             raise StorageNotFoundError(f"{full} is not a regular file", path=full)
         return found.st_size
@@ -190,7 +190,7 @@ class LocalStorage:
         """Return the seconds since the last change of a file, by the clock of the file system."""
         full = self._full(path)
         with translated("find", full):
-            changed = found_anew(full, lambda: status_below(self._root, path, links=True)).st_mtime
+            changed = found_anew(full, status_below, self._root, path, links=True).st_mtime
         return max(0.0, moment_of(os.path.dirname(full)) - changed)
 
     def read_into(self, path: str, start: int, buffers: list[memoryview]) -> None:
@@ -230,7 +230,7 @@ class LocalStorage:
         folder = os.path.dirname(full)
         with translated("delete", full):
             try:
-                found_anew(full, lambda: unlink_below(self._root, path))
+                found_anew(full, unlink_below, self._root, path)
             except (FileNotFoundError, NotADirectoryError):
                 return
             finally:
@@ -273,8 +273,8 @@ class LocalStorage:
         return self._walk(folder, prefix)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[Listed]:
-        # Files first: those of a checkpoint are not deep, so a reader that looks for them sees them early.
-        for name, found in sorted(entries(folder), key=lambda entry: stat.S_ISDIR(entry[1].st_mode)):
+        folders: list[tuple[str, str]] = []
+        for name, found in entries(folder):
             path = f"{prefix}/{name}" if prefix else name
             if stat.S_ISLNK(found.st_mode):
                 with suppress(OSError):  # a link without a target
@@ -284,7 +284,10 @@ class LocalStorage:
             elif stat.S_ISREG(found.st_mode):
                 yield Listed(path, found.st_size)
             elif stat.S_ISDIR(found.st_mode):
-                yield from self._walk(os.path.join(folder, name), path)
+                folders.append((os.path.join(folder, name), path))
+        # Files first: those of a checkpoint are not deep, so a reader that looks for them sees them early.
+        for below, path in folders:
+            yield from self._walk(below, path)
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, check_path(path, self._root))

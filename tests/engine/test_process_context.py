@@ -17,8 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 import reknit
 from reknit.api import checks, ranks
 from reknit.engine.background import link, messages
-from reknit.engine.background.agent_save import ContextSwitch
-from reknit.engine.background.messages import Circumstances, here
+from reknit.engine.background.agent_save import AgentState
+from reknit.engine.background.messages import ProcessContext, process_context
 from reknit.errors import AgentError, DeadlineError
 from reknit.storage.registry import recipe, register
 from reknit.system import identity, umask
@@ -78,7 +78,7 @@ def background(path: object, **more: Any) -> reknit.PendingSave:
 
 
 def crew() -> AgentSession:
-    agents = checks.backgrounds[ranks.alone()][True].supervisor.session
+    agents = checks.backgrounds[ranks.alone()][False].supervisor.session
     assert agents is not None
     return agents
 
@@ -106,7 +106,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_a_save_has_the_circumstances_of_its_call(tmp_path: Path) -> None:
+def test_a_save_has_the_context_of_its_call(tmp_path: Path) -> None:
     url = f"seen:/{tmp_path}"
     os.environ["HTTPS_PROXY"] = "http://127.0.0.1:8"
     background(f"{url}/first").result(LIMIT_S)
@@ -164,8 +164,8 @@ def test_a_file_system_in_the_memory_of_this_process_is_written_by_it(url: str, 
 def test_what_is_prepared_is_where_promotions_are_made() -> None:
     assert reknit.close(LIMIT_S)
     options = reknit.SaveOptions(promote_to="memory://runs/promoted")
-    reknit.prepare("mem://circumstances", options=options)
-    assert list(checks.backgrounds[ranks.alone()]) == [False]
+    reknit.prepare("mem://context", options=options)
+    assert list(checks.backgrounds[ranks.alone()]) == [True]
 
 
 def test_a_class_that_was_registered_with_fsspec_is_registered_by_the_agent(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_save_that_one_rank_refuses_is_refused_on_all(
 ) -> None:
     def rank(group: Group) -> str:
         background(tmp_path / "1", group=group).result(LIMIT_S)
-        agents = checks.backgrounds[group][True].supervisor.session
+        agents = checks.backgrounds[group][False].supervisor.session
         assert agents is not None
         if group.rank == 1:
             monkeypatch.setattr(agents.link, "_identity", identity()._replace(root=(0, 0)))
@@ -272,11 +272,11 @@ def test_another_umask_waits_for_the_promotions_before_it(tmp_path: Path) -> Non
     assert modes(tmp_path / "2")[".safetensors"] == "-rw-------"
 
 
-def test_circumstances_that_could_not_be_set_in_time_are_set_for_the_next_save(
+def test_a_context_that_could_not_be_set_in_time_is_set_for_the_next_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    were_set: list[Circumstances] = []
-    monkeypatch.setattr(messages, "take", lambda new, old: were_set.append(new))
+    were_set: list[ProcessContext] = []
+    monkeypatch.setattr(messages, "adopt", lambda new, old: were_set.append(new))
     asked: list[bool] = []
 
     def wait(timeout_s: float, *, promoted: bool) -> bool:
@@ -284,23 +284,28 @@ def test_circumstances_that_could_not_be_set_in_time_are_set_for_the_next_save(
         return over
 
     save = cast("AgentSave", SimpleNamespace(number=1, url="here", wait=wait, promotes=False))
-    over, adapting, first, second = True, ContextSwitch(), here(), here()
+    over, agent, first, second = (
+        True,
+        AgentState(lambda message: True),
+        process_context(),
+        process_context(),
+    )
     second.umask ^= 0o7
-    adapting.adapt(first, [], 1.0)
-    adapting.adapt(None, [save], 1.0)
+    agent.adapt(first, [], 1.0)
+    agent.adapt(None, [save], 1.0)
     assert (were_set, asked) == ([first], []), "nothing changed"
     over = False
     with pytest.raises(DeadlineError, match="the umask has changed, and save 1 to here"):
-        adapting.adapt(second, [save], 1.0)
+        agent.adapt(second, [save], 1.0)
     assert (were_set, asked) == ([first], [True])
     over = True
-    adapting.adapt(None, [save], 1.0)
+    agent.adapt(None, [save], 1.0)
     assert were_set == [first, second]
 
 
-def test_what_is_said_of_circumstances_shows_no_values() -> None:
+def test_what_is_said_of_context_shows_no_values() -> None:
     os.environ["AWS_SECRET_ACCESS_KEY"] = "secret"
-    assert "secret" not in repr(here())
+    assert "secret" not in repr(process_context())
 
 
 def test_the_umask_is_found_without_setting_another(monkeypatch: pytest.MonkeyPatch) -> None:
