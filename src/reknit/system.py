@@ -260,6 +260,14 @@ def require_memory(nbytes: int) -> None:
         raise shortage(error) or ShortageError(f"there is too little memory: {error}") from error
 
 
+def advise(memory: mmap.mmap, advice: str, start: int, nbytes: int) -> None:
+    """Give the kernel an advice that it may not support, or may refuse; nothing depends on it."""
+    number = getattr(mmap, advice, None)
+    if number is not None:
+        with suppress(OSError):
+            memory.madvise(number, start, nbytes)
+
+
 def start_thread(name: str, work: Callable[[], object]) -> threading.Thread:
     """Run `work` in a thread that never keeps the interpreter from ending.  Raises `ShortageError`."""
     thread = threading.Thread(target=work, name=name, daemon=True)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from reknit.comm import group as comm
+from reknit.engine.messages import StoppedError
 from reknit.engine.sharing import exchange as exchange_module
 from reknit.engine.sharing import tracker
 from reknit.engine.sharing.exchange import Exchange, Sharing
 from reknit.engine.sharing.host_exchange import largest
-from reknit.engine.sharing.tracker import HostLink, StoppedError
+from reknit.engine.sharing.tracker import HostLink
 from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
 from reknit.planner.sharing import Reads, divide
 from reknit.processes.shared_memory import SharedMemory

@@ -12,9 +12,7 @@ from reknit.comm.group import SoloGroup
 from reknit.engine import messages
 from reknit.engine.loading.contents import ReceivedMetadata, RootMetadata, hand_out, read_for_all
 from reknit.engine.loading.load import load
-from reknit.engine.loading.task import LoadJob
 from reknit.errors import MismatchError
-from reknit.events.phase import Recorder
 from reknit.format.manifest_file import decode_manifest
 from reknit.frameworks import registry
 from reknit.options import LoadOptions
@@ -24,11 +22,13 @@ from reknit.testing.world import run_ranks
 from reknit.transforms import names
 from reknit.types.wanted import Wanted
 from tests.storage.process_memory import ProcessMemory
+from tests.world.jobs import planned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reknit.comm.group import Group
+    from reknit.engine.loading.task import LoadTask
     from reknit.engine.stored.opening import OpenCheckpoint
 
 SIZE = 4
@@ -69,18 +69,8 @@ def load_on_ranks(
             return registry.wanted(targets[group.rank], catalog, group.rank, group.size)
 
         options = LoadOptions(timeout_s=30, transforms=[names(**renaming)] if renaming else [])
-        recorder = Recorder("load", group.rank)
-        load(
-            LoadJob(
-                want=want,
-                group=group,
-                storage=stores[group.rank],
-                items=items[group.rank],
-                options=options,
-                recorder=recorder,
-                lenient=("*",),
-            )
-        )
+        store = stores[group.rank]
+        load(planned(group, store, want, items[group.rank], options=options, lenient=("*",)))
 
     run_ranks(len(items), rank)
     return stores, offered, targets
@@ -139,24 +129,17 @@ def asking(*items: str) -> messages.Items:
     return messages.Items(list(items), [])
 
 
-def job_of(stored: ProcessMemory, items: Sequence[str] = (), **options: Any) -> LoadJob:
-    wanted, recorder = Wanted(tuple(items)), Recorder("load")
-    return LoadJob(
-        want=lambda _: wanted,
-        group=SoloGroup(),
-        storage=stored,
-        items=tuple(items),
-        options=LoadOptions(**options),
-        recorder=recorder,
-    )
+def task_of(stored: ProcessMemory, items: Sequence[str] = (), **options: Any) -> LoadTask:
+    wanted = Wanted(tuple(items))
+    return planned(SoloGroup(), stored, lambda _: wanted, items, options=LoadOptions(**options))
 
 
 def received(stored: ProcessMemory, answer: messages.ItemContents, items: list[str]) -> ReceivedMetadata:
-    return ReceivedMetadata.of(answer, job_of(stored, items))
+    return ReceivedMetadata.of(answer, task_of(stored, items))
 
 
 def read_all(stored: ProcessMemory, wanted: Sequence[messages.Items], **options: Any) -> RootMetadata:
-    return read_for_all(job_of(stored, **options), wanted)
+    return read_for_all(task_of(stored, **options), wanted)
 
 
 def test_an_item_that_is_not_there_is_refused_unless_every_rank_that_wants_it_can_do_without() -> None:

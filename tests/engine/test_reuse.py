@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 
 import reknit
 from reknit.engine.loading.load import load
-from reknit.engine.loading.task import LoadJob
 from reknit.engine.saving.here import EarlierSaves
 from reknit.engine.saving.reuse import earlier_files
 from reknit.engine.stored.verify import verify
 from reknit.errors import ReknitError
-from reknit.events.phase import Recorder
 from reknit.format import paths
 from reknit.options import LoadOptions, SaveOptions
 from reknit.storage.local.store import LocalStorage
@@ -38,6 +36,7 @@ from tests.engine.held import save_held, task_at
 from tests.running.cases import one_by_one_in
 from tests.running.examples import examples
 from tests.storage.process_memory import ProcessMemory
+from tests.world.jobs import planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,16 +91,8 @@ class Run:
 
         def rank(group: Group) -> None:
             wanted = Wanted(("model",), tuple(self.shards(group.rank, into, trained)), ())
-            load(
-                LoadJob(
-                    want=lambda _: wanted,
-                    group=group,
-                    storage=storage,
-                    items=("model",),
-                    options=LoadOptions(timeout_s=30),
-                    recorder=Recorder("load", group.rank),
-                )
-            )
+            options = LoadOptions(timeout_s=30)
+            load(planned(group, storage, lambda _: wanted, ("model",), options=options))
 
         run_ranks(SIZE, rank)
         np.testing.assert_array_equal(into, self.frozen if frozen is None else frozen)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.loading.load import load
-from reknit.engine.loading.task import LoadJob
+from reknit.engine.loading.task import LoadTask
 from reknit.events.phase import Recorder
 from reknit.options import LoadOptions, SaveOptions
 from tests.engine.held import save_held, task_at
@@ -35,6 +36,24 @@ def save_rank(
     return save_held(collect, task_at(storage, group, options, **more)).report()
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedTask(LoadTask):
+    """The task of a load whose wanted entries a test names, in place of a walk through a state."""
+
+    want: Callable[[Catalog], Wanted]
+
+    def wanted(self, catalog: Catalog) -> Wanted:
+        return self.want(catalog)
+
+
+def planned(
+    group: Group, storage: Storage, want: Callable[[Catalog], Wanted], items: Sequence[str], **more: Any
+) -> PlannedTask:
+    """Return a task that loads the entries named by `want`."""
+    recorder = Recorder("load", group.rank)
+    return PlannedTask(group, storage, dict.fromkeys(items), recorder=recorder, want=want, **more)
+
+
 def load_rank(
     group: Group,
     storage: Storage,
@@ -44,14 +63,4 @@ def load_rank(
     **more: Any,
 ) -> LoadReport:
     """Load as a rank of a group."""
-    recorder = Recorder("load", group.rank)
-    job = LoadJob(
-        want=want,
-        group=group,
-        storage=storage,
-        items=tuple(items),
-        options=options,
-        recorder=recorder,
-        **more,
-    )
-    return load(job)
+    return load(planned(group, storage, want, items, options=options, **more))

@@ -1,4 +1,4 @@
-"""The call of users that loads: check the arguments, and hand over to the engine."""
+"""The call of users that loads: find the ranks, check the arguments, open the place, and load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from reknit import plugins
 from reknit.api.checks import (
     all_backgrounds,
     check_state,
@@ -21,13 +20,12 @@ from reknit.api.checks import (
 )
 from reknit.api.ranks import acting
 from reknit.engine.loading import load as load_story
-from reknit.engine.loading.task import LoadJob
+from reknit.engine.loading.task import LoadTask
 from reknit.engine.reports import logged
 from reknit.engine.stored.places import Replicas
 from reknit.engine.stored.renaming import split_transforms
 from reknit.events.phase import Recorder, Stopwatch
 from reknit.events.to_file import outlets_for
-from reknit.frameworks import registry
 from reknit.keywords import checked_call
 from reknit.options import LoadOptions
 from reknit.storage.registry import recorded
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
     from reknit.api.ranks import AnyGroup
     from reknit.engine.reports import LoadReport
-    from reknit.transforms.base import Rule
 
 logger = logging.getLogger("reknit")
 
@@ -79,9 +76,11 @@ def load(
     of your own code, as for `save`.
     """
     options, wrong = tried_options(options, LoadOptions)
-    joined, ranks, carrier = acting(group, options.comm)
+    # 1 Find the ranks that act together.
+    ranks = acting(group, options.comm)
     with ExitStack() as last:
-        with raised_on_all_ranks(joined, load_story.FIRST_ROUND, options.timeout_s):
+        # 2 Read the call, and 3 open the place, once.  An error is one on all ranks, in the first round.
+        with raised_on_all_ranks(ranks.group, load_story.FIRST_ROUND, options.timeout_s):
             if wrong is not None:
                 raise wrong
             check_state(state)
@@ -89,34 +88,28 @@ def load(
             split_transforms(options)
             part = part_of(state, items)
             storage, *others = open_places(path, options, last)
-            recorder = Recorder("load", joined.rank, None, storage.url, outlets_for(options.events))
+            recorder = Recorder("load", ranks.group.rank, None, storage.url, outlets_for(options.events))
             storage, *others = (recorded(one, recorder) for one in (storage, *others))
-        job = LoadJob(
-            want=lambda catalog: registry.wanted(
-                part if isinstance(state, MutableMapping) else MappingProxyType(part),
-                catalog,
-                joined.rank,
-                joined.size,
-                ranks=ranks,
+            task = LoadTask(
+                group=ranks.group,
+                storage=storage,
+                targets=part if isinstance(state, MutableMapping) else MappingProxyType(part),
+                options=options,
+                recorder=recorder,
                 beside={name: value for name, value in state.items() if name not in part},
-            ),
-            group=joined,
-            storage=storage,
-            items=tuple(part),
-            options=options,
-            recorder=recorder,
-            carrier=carrier,
-            rules=lambda program: _rules(part, program),
-            replicas=Replicas(others),
-            lenient=lenient,
-        )
+                ranks=ranks.ranks,
+                carrier=ranks.carrier,
+                replicas=Replicas(others),
+                lenient=lenient,
+            )
         for background in all_backgrounds():  # their states may be changed once they are copied
             background.wait_staged(options.timeout_s)
+        # 4 to 10 From the contents of the checkpoint to live objects.
         clock = Stopwatch()
         with clock.lap(), recorder.whole():
-            report = load_story.load(job)
-        if joined.rank == 0:
-            to = "" if joined.size == 1 else f"to rank 0 of {joined.size}"
+            report = load_story.load(task)
+        if ranks.group.rank == 0:
+            to = "" if ranks.group.size == 1 else f"to rank 0 of {ranks.group.size}"
             logger.info(
                 "%s",
                 logged("loaded", report.path, report.step, report.nbytes_wanted, to, seconds=clock.seconds),
@@ -124,9 +117,3 @@ def load(
     if isinstance(state, MutableMapping):
         state.update({name: value for name, value in part.items() if value is not state[name]})
     return report
-
-
-def _rules(part: Mapping[str, Any], program: str) -> list[Rule]:
-    """Return the rules that the targets of a load bring along for the files of a program."""
-    found: list[Rule] = plugins.find("reknit.formats", "any-rules")(program, part.values())
-    return found

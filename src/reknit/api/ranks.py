@@ -14,8 +14,6 @@ from urllib.request import url2pathname
 
 from reknit import plugins, system
 from reknit.comm.group import SoloGroup, barrier, quietly
-from reknit.comm.meeting.rendezvous import FolderStore
-from reknit.comm.round_errors import forked
 from reknit.environment import launch, store_token
 from reknit.errors import UsageError
 from reknit.frameworks.torch.torch_job import TorchCarrier, TorchStore, current_job, subgroup_job
@@ -156,6 +154,8 @@ def _of_all() -> TrainingJob | None:
 def _joined(job: TrainingJob, options: CommOptions) -> Group:
     """Return the tree of a job's ranks, joined once for as long as torch's group lives."""
     if job.identity in system.inherited:
+        from reknit.comm.round_errors import forked
+
         raise forked(job.rank)
     group = _trees.get(job.identity)
     if group is None:
@@ -242,17 +242,23 @@ def _meeting_store(
         parts = urlsplit(at)
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise UsageError(f"{at!r} names no folder of this host", remedy="write file:///path/of/folder")
-        return FolderStore(url2pathname(parts.path))
+        return _folder_store(url2pathname(parts.path))
     if colon and (meeting := plugins.find("reknit.jobs", f"{scheme.lower()}://", f"at={at!r}")) is not None:
         return cast("Store", meeting("reknit/connect"))
     if not colon and isinstance(at, (str, os.PathLike)) and os.fspath(at):
-        return FolderStore(at)
+        return _folder_store(at)
     if hasattr(at, "wait") and hasattr(at, "check"):
         return TorchStore(at, "reknit/connect")
     raise UsageError(
         f"ranks cannot meet at {at!r}",
         remedy="give a folder, 'tcp://host:port', a store of torch.distributed, or 'jax://'",
     )
+
+
+def _folder_store(folder: str | os.PathLike[str]) -> Store:
+    from reknit.comm.meeting.rendezvous import FolderStore  # most ranks meet in torch's own store
+
+    return FolderStore(folder)
 
 
 def _addressed(

@@ -6,10 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
-from reknit.types.small import (
-    OtherFormat,
-    decoder,
-)
+from reknit.errors import CommError
+from reknit.types.small import OtherFormat, decoder
 
 Message = TypeVar("Message")
 
@@ -274,6 +272,10 @@ class Stopped(msgspec.Struct, array_like=True):
 
     rank: int
     why: str | None = None
+
+
+class StoppedError(CommError):
+    """Another rank left the shared read; it has the reason."""
 
 
 class LoadDecision(msgspec.Struct, array_like=True):

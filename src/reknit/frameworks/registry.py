@@ -18,9 +18,7 @@ from reknit.frameworks import custom
 from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.plain import ContainerAdapter, NumpyArrays, TensorAdapter, ValueAdapter, setter
 from reknit.frameworks.stateful import StatefulAdapter
-from reknit.frameworks.walk.save_walk import Saving
 from reknit.frameworks.walk.walk import OnMatch, Place, World
-from reknit.frameworks.walk.walk_cache import WalkCache
 from reknit.keywords import is_text
 
 if TYPE_CHECKING:
@@ -28,13 +26,12 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from reknit.frameworks.walk import Adapter
+    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Arrays
     from reknit.frameworks.walk.walk_cache import TensorSigner
     from reknit.types.manifest import Catalog
     from reknit.types.shard import Holdings
     from reknit.types.wanted import Wanted
-
-_walk_cache = WalkCache()
 
 
 def collect(
@@ -45,16 +42,22 @@ def collect(
     `rank` and `size` count the ranks that save; `ranks` are their numbers in the whole job (None: the same).
     Raises `StateError`, with the key path, for a value that cannot be saved.
     """
+    from reknit.frameworks.walk.save_walk import Saving  # a load needs none of it
+
     known = _known()
     make = partial(Saving, _checked(state), _world(rank, size, ranks), *known.for_walks)
     # Frameworks of users, and extensions for torch's objects, may store any of these objects in another way.
     if custom.adapters() or known.extensions or not known.signers:
         return make().walk()
-    return _walk_cache.collect(make, known.signers[0])
+    from reknit.frameworks.walk.walk_cache import walk_cache
+
+    return walk_cache.collect(make, known.signers[0])
 
 
 def saving(state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None) -> Saving:
     """Return a walk through a state that collects its shards and values once."""
+    from reknit.frameworks.walk.save_walk import Saving
+
     return Saving(_checked(state), _world(rank, size, ranks), *_known().for_walks)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from reknit.errors import UsageError
 from reknit.processes.channel import map_file, memory_errors, nameless_file, require_size
+from reknit.system import advise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,14 +182,6 @@ class SharedMemory:
         release, self._release = self._release, None
         if release is not None:
             release()
-
-
-def advise(memory: mmap.mmap, advice: str, start: int, nbytes: int) -> None:
-    """Give the kernel an advice that it may not support, or may refuse; nothing depends on it."""
-    number = getattr(mmap, advice, None)
-    if number is not None:
-        with suppress(OSError):
-            memory.madvise(number, start, nbytes)
 
 
 def _allocate(fd: int, start: int, nbytes: int) -> None:

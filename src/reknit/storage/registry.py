@@ -19,11 +19,9 @@ from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError, sho
 from reknit.locations import absolute, is_location, location_text
 from reknit.options import Durability
 from reknit.storage.base import Storage
-from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_readable
 from reknit.storage.wrappers.forwarding import ForwardingStorage, RecordingStorage
-from reknit.storage.wrappers.retrying import with_retries
 
 if TYPE_CHECKING:
     from reknit.events.phase import Recorder
@@ -291,6 +289,8 @@ def _open_file(url: str, durability: Durability) -> Storage:
 
 
 def _open_memory(url: str, durability: Durability) -> Storage:
+    from reknit.storage.local.memory import MemoryStorage
+
     # There is nothing to sync, with any durability.
     name, _, below = url.partition("://")[2].strip("/").partition("/")
     if not name:
@@ -299,8 +299,13 @@ def _open_memory(url: str, durability: Durability) -> Storage:
     return storage.sub(below) if below else storage
 
 
-@with_retries(resumes=False)
 def _open_object(url: str, durability: Durability) -> Storage:
+    from reknit.storage.wrappers.retrying import with_retries
+
+    return with_retries(resumes=False)(_open_bucket)(url, durability)
+
+
+def _open_bucket(url: str, durability: Durability) -> Storage:
     # An object that exists stays, with any durability.
     try:
         from reknit.storage.object.store import open_object

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from reknit import plugins
 from reknit.engine import messages
 from reknit.engine.loading.contents import Reach
 from reknit.engine.loading.match import Fill, Problems, match, strict_patterns, terms
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
-    from reknit.engine.loading.task import LoadJob
+    from reknit.engine.loading.task import LoadTask
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.transforms.apply import Transformed
     from reknit.transforms.quantized import Quantized
@@ -46,20 +47,20 @@ class _TiedPair(NamedTuple):
 
 
 def unequal(
-    job: LoadJob, checkpoint: OpenCheckpoint, wanted: Wanted, fills: Sequence[Fill]
+    task: LoadTask, checkpoint: OpenCheckpoint, wanted: Wanted, fills: Sequence[Fill]
 ) -> list[tuple[str, str]]:
     """Return (name, reason) of tensors that are tied in the target and differ in the checkpoint.
 
     It reads only the wanted parts of tensors that are stored twice.
     """
-    index, options = checkpoint.index, job.options
+    index, options = checkpoint.index, task.options
     found: dict[str, str] = {}
     for batch in _batches(index, _pairs(index, wanted, fills)):
         boxes = [(tensor, pair.box) for pair in batch for tensor in (pair.alias, pair.tied)]
         dtypes = [numpy_dtype(index.tensors[tensor].spec.dtype) for tensor, _ in boxes]
         arrays = [np.empty(box.lengths, dtype) for (_, box), dtype in zip(boxes, dtypes, strict=True)]
         targets = [(*box, array) for box, array in zip(boxes, arrays, strict=True)]
-        RangeReader(checkpoint, targets, options).run(job.recorder, options.timeout_s)
+        RangeReader(checkpoint, targets, options).run(task.recorder, options.timeout_s)
         for pair, alias, tied in zip(batch, arrays[::2], arrays[1::2], strict=True):
             if alias.tobytes() != tied.tobytes():
                 name, of = (full_name(*index.tensors[t][:2]) for t in (pair.alias, pair.tied))
@@ -109,7 +110,7 @@ def _is_one(index: Index, alias: int, tied: int) -> bool:
     return np.array_equal(ours, theirs)
 
 
-class Collected(NamedTuple):
+class Sought(NamedTuple):
     """The entries that a rank takes of a checkpoint.
 
     `checkpoint` has the items of the rank; except on the root, its index has no rows yet.  With transforms,
@@ -152,42 +153,42 @@ class Collected(NamedTuple):
         )
 
 
-def request_items(job: LoadJob) -> messages.Items:
+def request_items(task: LoadTask) -> messages.Items:
     """Return the message with the items that this rank loads; other ranks may load other items."""
     # With `only`, each missing name is reported by itself.  Otherwise a lenient pattern that matches any name
     # in the item also permits a missing item.
-    lenient, each_name = job.lenient, bool(job.options.only)
-    optional = [item for item in job.items if each_name or selects(f"{item}/", lenient)]
-    return messages.Items(list(job.items), optional)
+    lenient, each_name = task.lenient, bool(task.options.only)
+    optional = [item for item in task.items if each_name or selects(f"{item}/", lenient)]
+    return messages.Items(list(task.items), optional)
 
 
-def collect(job: LoadJob, checkpoint: OpenCheckpoint) -> Collected:
+def seek(task: LoadTask, checkpoint: OpenCheckpoint) -> Sought:
     """Return the entries that this rank takes, by the names and shapes in the checkpoint."""
-    options, part = job.options, checkpoint.of_items(job.items)
-    with job.recorder.phase("collect"):
-        catalog = part.catalog(terms(options, strict_patterns(job.lenient)))
+    options, part = task.options, checkpoint.of_items(task.items)
+    with task.recorder.phase("collect"):
+        catalog = part.catalog(terms(options, strict_patterns(task.lenient)))
         catalog = replace(
-            catalog, own=partial(_own, job, catalog), read_ahead=partial(_read_ahead, job, catalog)
+            catalog, own=partial(_own, task, catalog), read_ahead=partial(_read_ahead, task, catalog)
         )
         _, rules = split_transforms(options)
-        if not rules and job.rules is not None and (program := _program(part.manifest)):
-            rules = job.rules(program)
+        if not rules and (program := _program(part.manifest)):
+            rules = plugins.find("reknit.formats", "any-rules")(program, task.targets.values())
         if rules:
             from reknit.transforms.apply import Transformed
 
             transformed = Transformed.of(rules, catalog)
-            wanted = job.want(transformed.catalog)
+            wanted = task.wanted(transformed.catalog)
             made = bitmaps(transformed.made, _known(wanted))
             wanted = transformed.back(wanted)
         else:
-            wanted, transformed, made = job.want(catalog), None, {}
-        job.recorder.coordinate = dict(wanted.coordinate)
+            wanted, transformed, made = task.wanted(catalog), None, {}
+        task.recorder.coordinate = dict(wanted.coordinate)
         fills, problems = match(part.index, wanted, options, part.stored)
         if wanted.unlike:
             problems.refuse(_quantized(part, wanted, transformed))
         if part.manifest.unread:
-            _name_unread(problems, part.manifest.unread, job)
-    return Collected(
+            _name_unread(problems, part.manifest.unread, task)
+    return Sought(
         checkpoint=part,
         wanted=wanted,
         fills=fills,
@@ -205,7 +206,7 @@ def _program(manifest: Manifest) -> str:
     return str(manifest.origin.get("imported", ""))
 
 
-def unused_made_names(root: Collected, asked: Sequence[messages.Asked], left: Sequence[Name]) -> list[Name]:
+def unused_made_names(root: Sought, asked: Sequence[messages.Asked], left: Sequence[Name]) -> list[Name]:
     """Return the names that transforms make and no rank takes, without names whose sources are in `left`."""
     if root.transformed is None:
         return []
@@ -249,21 +250,23 @@ def _quantized(part: OpenCheckpoint, wanted: Wanted, transformed: Transformed | 
     return {labels[name]: found for name, found in quantized(dtypes, saved, known)}
 
 
-def _name_unread(problems: Problems, unread: Sequence[Unread], job: LoadJob) -> None:
+def _name_unread(problems: Problems, unread: Sequence[Unread], task: LoadTask) -> None:
     """Add the entries of the rank's items that reknit cannot read, unless an option leaves them out."""
-    only = job.options.only
+    only = task.options.only
 
     def permitted(name: str) -> bool:
-        return (bool(only) and not matches(name, only)) or selects(name, job.lenient)
+        return (bool(only) and not matches(name, only)) or selects(name, task.lenient)
 
-    problems.name_unread([entry for entry in unread if entry.item in job.items], permitted)
+    problems.name_unread([entry for entry in unread if entry.item in task.items], permitted)
 
 
-def _own(job: LoadJob, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
+def _own(task: LoadTask, catalog: Catalog, item: str, coordinate: Mapping[str, int]) -> Mapping[str, Any]:
     """Return the values that the rank with a coordinate saved for itself."""
-    return job.within_deadline(f"reading values of {item!r} of", lambda: catalog.own(item, coordinate))
+    return task.within_deadline(f"reading values of {item!r} of", lambda: catalog.own(item, coordinate))
 
 
-def _read_ahead(job: LoadJob, catalog: Catalog, item: str, coordinates: Sequence[Mapping[str, int]]) -> None:
+def _read_ahead(
+    task: LoadTask, catalog: Catalog, item: str, coordinates: Sequence[Mapping[str, int]]
+) -> None:
     """Read the values that several ranks saved for themselves."""
-    job.within_deadline(f"reading values of {item!r} of", lambda: catalog.read_ahead(item, coordinates))
+    task.within_deadline(f"reading values of {item!r} of", lambda: catalog.read_ahead(item, coordinates))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.engine.loading.match import Fill
-    from reknit.engine.loading.task import LoadJob
+    from reknit.engine.loading.task import LoadTask
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.types.manifest import Manifest
     from reknit.types.wanted import Wanted
@@ -299,13 +299,13 @@ class ReceivedMetadata(Struct, frozen=True):
     files: messages.Files
 
     @classmethod
-    def of(cls, message: messages.ItemContents, job: LoadJob) -> ReceivedMetadata:
+    def of(cls, message: messages.ItemContents, task: LoadTask) -> ReceivedMetadata:
         """Open the items in the root's answer."""
         tensors = [TensorEntry(i, fqn, TensorSpec(shape, dtype)) for i, fqn, dtype, shape in message.tensors]
         manifest = structs.replace(decode_manifest(message.manifest), other=message.other)
-        blobs = message.blobs | _read_unsent(message.unsent, manifest, job)
+        blobs = message.blobs | _read_unsent(message.unsent, manifest, task)
         contents = Contents(manifest, names_only(tensors), blobs, message.own)
-        checkpoint = opened(job.storage, contents, job.items, job.options, job.replicas, writable=True)
+        checkpoint = opened(task.storage, contents, task.items, task.options, task.replicas, writable=True)
         return cls(checkpoint, message.files)
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, answer: messages.Answer) -> OpenCheckpoint:
@@ -320,7 +320,7 @@ class ReceivedMetadata(Struct, frozen=True):
         )
 
 
-def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata:
+def read_for_all(task: LoadTask, wanted: Sequence[messages.Items]) -> RootMetadata:
     """Read the items that ranks load; the root alone opens the manifest, the index and the shared values.
 
     With transforms of names, any item may hold wanted entries, so all items are read, and all names are sent
@@ -329,23 +329,23 @@ def read_for_all(job: LoadJob, wanted: Sequence[messages.Items]) -> RootMetadata
     """
     items = list(dict.fromkeys(item for rank in wanted for item in rank.names))
     optional = {item for rank in wanted for item in rank.optional}
-    renaming = Naming.of(job.options) is not None
+    renaming = Naming.of(task.options) is not None
     contents = read_opened(
-        job.storage,
+        task.storage,
         None if renaming else items,
         own=renaming,
-        replicas=job.replicas,
+        replicas=task.replicas,
         most_kept=0 if len(wanted) == 1 else _MOST_SENT,
     )
-    whole = opened(job.storage, contents, items, job.options, job.replicas, writable=True)
+    whole = opened(task.storage, contents, items, task.options, task.replicas, writable=True)
     known = whole.offered
     if absent := [item for item in items if item not in known and item not in optional]:
         remedy = "leave the others out of `state`, or name those to load in `items`"
         if not set(items).intersection(known):  # such as a state_dict without the name of its item
             remedy = f"pass the targets by these names: {{{', '.join(f'{item!r}: ...' for item in known)}}}"
-        raise unknown_items(absent, known, contents.manifest, job.storage.url, remedy)
+        raise unknown_items(absent, known, contents.manifest, task.storage.url, remedy)
     everything = frozenset(contents.manifest.items)
-    with_digests = job.options.verify == "full" and contents.manifest.other is None
+    with_digests = task.options.verify == "full" and contents.manifest.other is None
     # The root keeps the whole contents, so it gets no answer.
     parts: dict[frozenset[str], messages.ItemContents] = {}
     for rank in wanted[1:]:
@@ -376,14 +376,14 @@ def _part(contents: Contents, items: AbstractSet[str], *, whole_manifest: bool) 
     )
 
 
-def _read_unsent(paths: Sequence[str], manifest: Manifest, job: LoadJob) -> dict[str, bytearray | mmap]:
+def _read_unsent(paths: Sequence[str], manifest: Manifest, task: LoadTask) -> dict[str, bytearray | mmap]:
     """Read the files of values that the root does not send, and that are in memory once so."""
     files = {file.path: file for file in manifest.files}
-    storage = files_at(job.storage, manifest.moved_to)
+    storage = files_at(task.storage, manifest.moved_to)
     return {
-        path: job.within_deadline(
+        path: task.within_deadline(
             "reading values of",
-            partial(read_once, storage, files[path], manifest.block_nbytes, job.replicas),
+            partial(read_once, storage, files[path], manifest.block_nbytes, task.replicas),
         )
         for path in paths
     }
@@ -456,7 +456,7 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
     others = list(dict.fromkeys(requests[1:]))
     places = {file.path: number for number, file in enumerate(checkpoint.manifest.files)}
     files = np.array([places[path] for path in index.files], np.int64)
-    blocks = blocks_for(index, files, [taken[request] for request in others])
+    blocks = blocks_for(index, files, [taken[request] for request in others]) if others else []
     alike = _alike([(request, rank.boxes) for request, rank in zip(requests, asked, strict=True)])
     rows = {request: messages.Answer(own, alike) for request, own in zip(others, blocks, strict=True)}
     return Handout(

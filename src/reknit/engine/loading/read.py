@@ -13,8 +13,7 @@ import numpy as np
 from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
 from reknit.engine.memory.devices import Transfer
 from reknit.engine.memory.workers import Gate, run_jobs
-from reknit.engine.stored.file_checks import check_size, corrupt_block
-from reknit.engine.stored.hints import of_others
+from reknit.engine.stored.file_checks import check_size, corrupt_block, of_others
 from reknit.environment import num_threads
 from reknit.errors import (
     CorruptError,

@@ -9,11 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.engine import messages
-from reknit.engine.loading.collect import unused_made_names as left_of_made
-from reknit.engine.loading.contents import Handout, RootMetadata, hand_out, read_for_all
+from reknit.engine.loading.collect import unused_made_names
+from reknit.engine.loading.contents import hand_out
 from reknit.engine.loading.match import require_fit, strict_patterns, terms
-from reknit.engine.sharing.shared_read import share_out
-from reknit.engine.stored.places import changed
 from reknit.errors import CommError, MismatchError
 from reknit.planner.tiling import SHOWN
 from reknit.types.shard import full_name
@@ -23,10 +21,10 @@ from reknit.types.wanted import matches, suggest
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 
-    from reknit.engine.loading.collect import Collected
-    from reknit.engine.loading.task import LoadJob
+    from reknit.engine.loading.collect import Sought
+    from reknit.engine.loading.contents import Handout, RootMetadata
+    from reknit.engine.loading.task import LoadTask
     from reknit.engine.messages import LoadRequest
-    from reknit.errors import ReknitError
     from reknit.options import LoadOptions
 
 
@@ -34,13 +32,13 @@ MOST_LACKING = 1000
 """Limit of the names of missing tensors that a rank sends if it finds no tensor."""
 
 
-def known_names(saved: Iterable[tuple[str, str]], collected: Collected) -> list[str]:
+def known_names(saved: Iterable[tuple[str, str]], sought: Sought) -> list[str]:
     """Return the names of the root's target and the `saved` ones, before and after transforms."""
-    wanted, problems, transformed = collected.wanted, collected.problems, collected.transformed
-    names = [fill.name for fill in collected.fills]
+    wanted, problems, transformed = sought.wanted, sought.problems, sought.transformed
+    names = [fill.name for fill in sought.fills]
     names += [name for found in (problems.missing, problems.mismatched) for name, _ in found]
     entries = [*wanted.blobs, *wanted.own, *(note[:2] for note in wanted.notes), *saved]
-    entries += [entry[:2] for entry in collected.checkpoint.manifest.unread]
+    entries += [entry[:2] for entry in sought.checkpoint.manifest.unread]
     if transformed is not None:
         catalog = transformed.catalog
         for part in (catalog.tensors, catalog.blobs):
@@ -86,15 +84,15 @@ def _of_item(pattern: str, items: Sequence[str]) -> bool:
     return any(matches(f"{item}/", [pattern]) for item in items)
 
 
-def require_rules(requests: Sequence[LoadRequest], collected: Collected) -> None:
+def require_rules(requests: Sequence[LoadRequest], sought: Sought) -> None:
     """Raise `MismatchError` for the first transform that matches nothing on any rank.
 
     Ranks may load different items, in which a rule may match nothing.
     """
     for number in requests[0].idle_rules:
         if all(number in request.idle_rules for request in requests):
-            assert collected.transformed is not None
-            raise collected.transformed.idle[number]
+            assert sought.transformed is not None
+            raise sought.transformed.idle[number]
 
 
 def require_some(
@@ -250,87 +248,78 @@ def _parted(names: Collection[str]) -> Sequence[_NameSplit]:
 logger = logging.getLogger("reknit")
 
 
-class LoadCoordinator:
-    """The decisions of one load.  Every rank makes one; only rank 0 calls its methods."""
+class RowAnswers(NamedTuple):
+    """On rank 0: the whole metadata, the entries that rank 0 itself takes, and all answers."""
 
-    def __init__(self, job: LoadJob) -> None:
-        self._job = job
-        self._handout: Handout | None = None
-        self._collected: Collected | None = None
-        self.metadata: RootMetadata | None = None
-        """The metadata that rank 0 has read of the checkpoint; None on other ranks."""
+    whole: RootMetadata
+    sought: Sought
+    handout: Handout
 
-    def open(self, wanted: Sequence[messages.Items]) -> list[messages.ItemContents]:
-        """Read manifest, index and shared values, and answer each rank with its items."""
-        self.metadata = self._job.within_deadline(
-            "reading manifest and index of", lambda: read_for_all(self._job, wanted)
-        )
-        return self.metadata.answers
 
-    def locate(self, collected: Collected, asked: Sequence[messages.Asked]) -> list[messages.Answer]:
-        """Answer each rank with the index rows of its tensors; `collected` has the entries of rank 0."""
-        assert self.metadata is not None
-        handout = hand_out(self.metadata.checkpoint, asked)
-        self._collected = collected
-        left = handout.left + left_of_made(collected, asked, handout.left)
-        self._handout = handout._replace(left=left)
-        return handout.answers
+def rows_for(whole: RootMetadata, sought: Sought, asked: Sequence[messages.Asked]) -> RowAnswers:
+    """Answer each rank with the index rows of its tensors."""
+    handout = hand_out(whole.checkpoint, asked)
+    left = handout.left + unused_made_names(sought, asked, handout.left)
+    return RowAnswers(whole, sought, handout._replace(left=left))
 
-    def agree(self, loads: Sequence[messages.LoadRequest]) -> list[messages.LoadDecision]:
-        """Raise one error that lists the unfit names of all ranks; without any, divide the reads."""
-        assert self._handout is not None
-        job, handout = self._job, self._handout
-        taken = terms(job.options).takes
-        unexpected = [name for key in handout.left if taken(name := full_name(*key))]
-        self._require_use(loads, unexpected, handout)
-        shares = share_out([load.offer for load in loads], job.options)
-        early = any(load.early for load in loads)
-        early_shares = share_out([load.early_offer for load in loads], job.options)
-        return [
-            messages.LoadDecision(unexpected, handout.items, share, early, early_share)
-            for share, early_share in zip(shares, early_shares, strict=True)
-        ]
 
-    def _require_use(
-        self, loads: Sequence[messages.LoadRequest], unexpected: Sequence[str], handout: Handout
-    ) -> None:
-        """Raise an error for names that do not fit, patterns that match nothing, and a load of nothing."""
-        assert self.metadata is not None
-        assert self._collected is not None
-        job, url, collected = self._job, self._job.storage.url, self._collected
-        whole, checkpoint = self.metadata.tensors, self.metadata.checkpoint
-        saved = [*checkpoint.index.ids, *checkpoint.blob_names()]
+def judge(
+    task: LoadTask, located: RowAnswers, loads: Sequence[messages.LoadRequest]
+) -> list[messages.LoadDecision]:
+    """Raise one error that lists the unfit names of all ranks; without any, divide the reads."""
+    options, handout = task.options, located.handout
+    taken = terms(options).takes
+    unexpected = [name for key in handout.left if taken(name := full_name(*key))]
+    _require_use(task, located, loads, unexpected)
+    early = any(load.early for load in loads)
+    shares = _shares([load.offer for load in loads], options)
+    early_shares = _shares([load.early_offer for load in loads], options)
+    return [
+        messages.LoadDecision(unexpected, handout.items, share, early, early_share)
+        for share, early_share in zip(shares, early_shares, strict=True)
+    ]
 
-        def hint(missing: Sequence[str]) -> str | None:
-            left = set(unexpected)
-            settled = [name for key in saved if (name := full_name(*key)) not in left]
-            return prefix_hint(missing, left, settled, free=not job.options.transforms)
 
-        require_rules(loads, collected)
-        items = [*checkpoint.items, *handout.items]
-        every = [*saved, *handout.left, *(each[:2] for each in whole)]
-        idle, spare = idle_patterns(
-            loads, job.options, job.lenient, partial(known_names, every, collected), items
-        )
-        damaged = handout.damaged
-        require_fit(loads, unexpected, idle, job.lenient, url, spare=spare, damaged=damaged, hint=hint)
-        odd = require_some(
-            loads, lambda: [full_name(*each[:2]) for each in whole], hint, url, saved=bool(whole)
-        )
-        if odd is not None:
-            logger.warning("the load of %s is done, but %s", url, odd)
+def _shares(
+    offers: Sequence[messages.Offer | None], options: LoadOptions
+) -> Sequence[messages.SharePlan | None]:
+    """Return the part of each rank in reading together; None where it reads alone."""
+    if not any(offers):
+        return [None] * len(offers)
+    from reknit.engine.sharing.shared_read import share_out  # a rank alone shares nothing
 
-    def finish(self, ends: Sequence[messages.Stopped]) -> None:
-        """Raise an error when ranks stopped because of others and no rank has reported a cause."""
-        stopped = [end for end in ends if end.why is not None]
-        if stopped:
-            ranks = spelled(one.rank for one in stopped)
-            raise CommError(f"{ranks} could not go on: {stopped[0].why}", rank=stopped[0].rank, phase="load")
+    return share_out(offers, options)
 
-    def look_again(self, error: ReknitError) -> bool:
-        """Return whether the checkpoint has changed.
 
-        Raises `CheckpointNotFoundError` if it was deleted.
-        """
-        metadata, job = self.metadata, self._job
-        return bool(metadata and changed(job.storage, metadata.checkpoint.manifest, error, job.replicas))
+def _require_use(
+    task: LoadTask, located: RowAnswers, loads: Sequence[messages.LoadRequest], unexpected: Sequence[str]
+) -> None:
+    """Raise an error for names that do not fit, patterns that match nothing, and a load of nothing."""
+    options, url, handout = task.options, task.storage.url, located.handout
+    whole, checkpoint = located.whole.tensors, located.whole.checkpoint
+    saved = [*checkpoint.index.ids, *checkpoint.blob_names()]
+
+    def hint(missing: Sequence[str]) -> str | None:
+        left = set(unexpected)
+        settled = [name for key in saved if (name := full_name(*key)) not in left]
+        return prefix_hint(missing, left, settled, free=not options.transforms)
+
+    require_rules(loads, located.sought)
+    items = [*checkpoint.items, *handout.items]
+    every = [*saved, *handout.left, *(each[:2] for each in whole)]
+    idle, spare = idle_patterns(
+        loads, options, task.lenient, partial(known_names, every, located.sought), items
+    )
+    damaged = handout.damaged
+    require_fit(loads, unexpected, idle, task.lenient, url, spare=spare, damaged=damaged, hint=hint)
+    odd = require_some(loads, lambda: [full_name(*each[:2]) for each in whole], hint, url, saved=bool(whole))
+    if odd is not None:
+        logger.warning("the load of %s is done, but %s", url, odd)
+
+
+def require_cause(ends: Sequence[messages.Stopped]) -> None:
+    """Raise an error when ranks stopped because of others and no rank has reported a cause."""
+    stopped = [end for end in ends if end.why is not None]
+    if stopped:
+        ranks = spelled(one.rank for one in stopped)
+        raise CommError(f"{ranks} could not go on: {stopped[0].why}", rank=stopped[0].rank, phase="load")

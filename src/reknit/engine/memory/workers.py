@@ -14,7 +14,7 @@ import numpy as np
 from reknit.errors import DeadlineError, ShortageError, UsageError
 from reknit.events.phase import Deadline, monotonic
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.processes.shared_memory import advise
+from reknit.system import advise
 from reknit.system import start as start_worker
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from reknit.engine.memory.workers import borrowed, run_jobs
+from reknit.engine.messages import StoppedError
 from reknit.engine.sharing.host_exchange import HostExchange
 from reknit.engine.sharing.tracker import (
     LOOK_S,
@@ -17,7 +18,6 @@ from reknit.engine.sharing.tracker import (
     FetchTracker,
     HeldFetch,
     RingSlot,
-    StoppedError,
     aligned,
     batches_of,
     num_slots,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from reknit.engine.sharing.tracker import OTHER_HOSTS, Arrival, HeldFetch, RingSlot, StoppedError
+from reknit.engine.messages import StoppedError
+from reknit.engine.sharing.tracker import OTHER_HOSTS, Arrival, HeldFetch, RingSlot
 from reknit.errors import CommError, DeadlineError
 
 if TYPE_CHECKING:

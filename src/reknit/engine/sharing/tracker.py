@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reknit.engine.messages import StoppedError
 from reknit.errors import CommError, DeadlineError, UsageError, shortage
 from reknit.events.phase import Deadline
 from reknit.processes.channel import receive_with_fds
@@ -307,10 +308,6 @@ LOOK_S = 0.5
 """How often a thread that waits looks at deadlines, and whether the group of ranks is broken."""
 _GRACE_S = 10.0
 """How much longer a rank stays in step with other hosts, so that all meet their deadlines there."""
-
-
-class StoppedError(CommError):
-    """Another rank left the shared read; it has the reason."""
 
 
 class Arrival(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.engine.stored.hints import absent, no_checkpoint
 from reknit.engine.stored.recognising import find_file, manifest_bytes, not_ours
 from reknit.errors import CheckpointExistsError, CheckpointNotFoundError, ReknitError, StorageNotFoundError
 from reknit.format.manifest_file import decode_record
@@ -23,6 +22,8 @@ def manifest_in(storage: Storage) -> Manifest | None:
 def read_manifest(storage: Storage) -> bytes:
     """Return the bytes of the manifest.  Raises `CheckpointNotFoundError`, with the kind of the path."""
     if (data := manifest_bytes(storage)) is None:
+        from reknit.engine.stored.hints import no_checkpoint  # where there is one, nothing needs a hint
+
         raise no_checkpoint(storage)
     return data
 
@@ -30,6 +31,8 @@ def read_manifest(storage: Storage) -> bytes:
 def committed(storage: Storage) -> Manifest:
     """Return the manifest of the checkpoint at a path.  Raises `CheckpointNotFoundError`, `UsageError`."""
     if (manifest := manifest_in(storage)) is None:
+        from reknit.engine.stored.hints import absent  # as above
+
         raise absent(storage)
     return manifest
 

@@ -6,20 +6,19 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from reknit.engine.stored.hints import of_others
 from reknit.errors import (
     CheckpointNotFoundError,
     CorruptError,
     DeadlineError,
+    ReknitError,
     StorageError,
     StorageNotFoundError,
 )
 from reknit.format.checksum import digest
-from reknit.format.file_table import with_table
 from reknit.format.msgpack_reader import file_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from mmap import mmap
 
     from reknit.storage.base import Storage
@@ -41,41 +40,58 @@ def read_checked(
 
     If it cannot be read here, it is taken from the first of `replicas` that has it.  Raises `CorruptError`.
     """
-    return first_sound(storage, replicas, lambda place: bytes(_read(place, file, block_nbytes, bytearray)))
+    return bytes(_read(storage, file, block_nbytes, replicas, bytearray))
 
 
 def read_once(
     storage: Storage, file: FileEntry, block_nbytes: int, replicas: Sequence[Storage] = ()
 ) -> bytearray | mmap:
     """Return a whole file of values as `read_checked` does, in memory that `decode_blobs` gives back."""
-    return first_sound(storage, replicas, lambda place: _read(place, file, block_nbytes, file_memory))
+    return _read(storage, file, block_nbytes, replicas, file_memory)
 
 
 def whole_manifest(storage: Storage, manifest: Manifest, replicas: Sequence[Storage] = ()) -> Manifest:
     """Return a manifest with all files: those too that its index lists, which is then read and checked."""
     if manifest.table is None:
         return manifest
+    from reknit.format.file_table import with_table
+
     return with_table(manifest, read_checked(storage, manifest.index, manifest.block_nbytes, replicas))
 
 
-def first_sound(storage: Storage, replicas: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
-    """Return the result of `read` at the store or the first sound replica; else raise the first error."""
+def from_replica(error: ReknitError, replicas: Sequence[Storage], read: Callable[[Storage], Found]) -> Found:
+    """Return the result of `read` at the first sound replica; else raise the `error` of the store."""
+    for replica in replicas:
+        with suppress(*UNSOUND):  # a replica that fails does not replace it
+            found = read(replica)
+            logger.warning("%s: taken from the replica %s", error.message, replica.url)
+            return found
+        error.message += of_others(replica)
+    raise error
+
+
+def of_others(replica: Storage) -> str:
+    """Return a clause about a replica with the files of another program, empty without such files."""
+    from reknit.engine.stored import hints  # most files are sound
+
+    return hints.of_others(replica)
+
+
+def _read(
+    storage: Storage,
+    file: FileEntry,
+    block_nbytes: int,
+    replicas: Sequence[Storage],
+    new: Callable[[int], Memory],
+) -> Memory:
     try:
-        return read(storage)
+        check_size(storage, file)
+        memory = new(file.nbytes)
+        view = memoryview(memory)
+        storage.read_into(file.path, 0, [view])
+        check_blocks(storage, file, 0, view, block_nbytes)
     except UNSOUND as error:
-        for replica in replicas:
-            with suppress(*UNSOUND):  # a replica that fails does not replace it
-                found = read(replica)
-                logger.warning("%s: taken from the replica %s", error.message, replica.url)
-                return found
-            error.message += of_others(replica)
-        raise
-
-
-def _read(storage: Storage, file: FileEntry, block_nbytes: int, new: Callable[[int], Memory]) -> Memory:
-    check_size(storage, file)
-    memory = new(file.nbytes)
-    read_blocks(storage, file, 0, memoryview(memory), block_nbytes)
+        return from_replica(error, replicas, lambda place: _read(place, file, block_nbytes, (), new))
     return memory
 
 
@@ -89,6 +105,17 @@ def check_size(storage: Storage, file: FileEntry, replicas: Sequence[Storage] = 
     except (CorruptError, StorageError):
         if not any(_has(replica, file) for replica in replicas):
             raise
+
+
+def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence[Storage] = ()) -> list[str]:
+    """Name the files that are missing or have another size than in the manifest, on `replicas` too."""
+    found = []
+    for file in files:
+        try:
+            check_size(storage, file, replicas)
+        except CorruptError as error:
+            found.append(error.message)
+    return found
 
 
 def _has(storage: Storage, file: FileEntry) -> bool:
@@ -118,6 +145,11 @@ def _check_own_size(storage: Storage, file: FileEntry) -> None:
 def read_blocks(storage: Storage, file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
     """Read whole blocks, from byte `start` on, into `data`.  Raises `CorruptError` when one is damaged."""
     storage.read_into(file.path, start, [data])
+    check_blocks(storage, file, start, data, block_nbytes)
+
+
+def check_blocks(storage: Storage, file: FileEntry, start: int, data: memoryview, block_nbytes: int) -> None:
+    """Raise `CorruptError` when a block in `data`, which begins at byte `start` of a file, is damaged."""
     for k in range(0, len(data), block_nbytes):
         number = (start + k) // block_nbytes
         if digest(data[k : k + block_nbytes]) != file.digests[number]:

@@ -12,14 +12,12 @@ from msgspec import Struct, structs
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.messages import OwnNames
 from reknit.engine.stored.at_path import read_manifest
-from reknit.engine.stored.file_checks import first_sound, read_checked, read_once
-from reknit.engine.stored.hints import opener
-from reknit.engine.stored.places import changed, files_at, retry_if_changed
+from reknit.engine.stored.file_checks import UNSOUND, from_replica, read_checked, read_once
+from reknit.engine.stored.places import CHANGED, TRIES, changed, files_at, retry_if_changed
 from reknit.engine.stored.renaming import Naming, Renamed, own_names, renamed
 from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError
 from reknit.format import paths
 from reknit.format.blob_codec import decode_blobs
-from reknit.format.file_table import with_table
 from reknit.format.index import decode_index
 from reknit.format.index.checks import check_extents
 from reknit.format.manifest_file import decode_record
@@ -209,18 +207,31 @@ def read_opened(
     others.  If the files move meanwhile, or another checkpoint comes, all is read again.
     """
     try:
-        return retry_if_changed(
-            lambda: first_sound(storage, replicas, lambda place: _decoded(read_manifest(place), place)),
-            lambda manifest: _contents(
-                files_at(storage, manifest.moved_to), manifest, items, replicas, own=own, most_kept=most_kept
-            ),
-            lambda manifest, error: changed(storage, manifest, error, replicas) is not None,
-        )
+        tries = TRIES
+        while True:
+            tries -= 1
+            try:
+                manifest = _decoded(read_manifest(storage), storage)
+            except UNSOUND as error:
+                manifest = from_replica(error, replicas, lambda place: _decoded(read_manifest(place), place))
+            place = files_at(storage, manifest.moved_to)
+            try:
+                return _contents(place, manifest, items, replicas, own=own, most_kept=most_kept)
+            except CHANGED as error:
+                if not tries or changed(storage, manifest, error, replicas) is None:
+                    raise
     except CheckpointNotFoundError as error:
         absent = error
-    if (found := opener().read_foreign(storage)) is None:
+    if (found := _opener().read_foreign(storage)) is None:
         raise absent
     return Contents(found.manifest, found.index, found.blobs, OwnNames([], []) if own else None)
+
+
+def _opener() -> Any:
+    """Return the module that opens the checkpoints of other programs."""
+    from reknit.engine.stored.hints import opener  # a load of a checkpoint of reknit needs none
+
+    return opener()
 
 
 def unknown_items(
@@ -253,7 +264,10 @@ def _contents(
 ) -> Contents:
     """Read the files that the manifest lists."""
     data = read_checked(storage, manifest.index, manifest.block_nbytes, replicas)
-    manifest = with_table(manifest, data)
+    if manifest.table is not None:  # the index lists the files of many ranks
+        from reknit.format.file_table import with_table
+
+        manifest = with_table(manifest, data)
     files = {file.path: file for file in manifest.files}
     shared = [
         files[blob.path]
@@ -261,12 +275,10 @@ def _contents(
         if blob.coordinate is None and (items is None or blob.item in items)
     ]
     once = frozenset[str]() if most_kept is None else _beyond(most_kept, shared)
-    blobs = {
-        file.path: (read_once if file.path in once else read_checked)(
-            storage, file, manifest.block_nbytes, replicas
-        )
-        for file in shared
-    }
+    blobs: dict[str, bytes | bytearray | mmap] = {}
+    for file in shared:
+        read = read_once if file.path in once else read_checked
+        blobs[file.path] = read(storage, file, manifest.block_nbytes, replicas)
     index = decode_index(data)
     check_extents(index, {file.path: file.nbytes for file in manifest.files})
     return Contents(manifest, index, blobs, own_names(storage, manifest, replicas) if own else None, once)
@@ -301,7 +313,7 @@ def opened(
             data = contents.blobs[file.path]
             values = decode_blobs(data, allow_pickle=options.allow_pickle, writable=writable)
             blobs[file.item].update(without_forms(values))
-    foreign = None if manifest.other is None else opener().store_of(storage, manifest.other)
+    foreign = None if manifest.other is None else _opener().store_of(storage, manifest.other)
     whole = OpenCheckpoint(
         storage=storage,
         manifest=manifest,

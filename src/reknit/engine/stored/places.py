@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHANGED = (CorruptError, StorageNotFoundError)
 """Errors of a reader whose files are removed, as they are when the checkpoint moves, or is replaced."""
-_TRIES = 5
+TRIES = 5
 """Attempts to read a checkpoint that changes again and again."""
 
 Begun = TypeVar("Begun")
@@ -39,7 +39,7 @@ def retry_if_changed(
     has_changed: Callable[[Begun, ReknitError], bool],
 ) -> Result:
     """Read a checkpoint, and begin again if it changes meanwhile."""
-    for _ in range(_TRIES - 1):
+    for _ in range(TRIES - 1):
         begun = begin()
         try:
             return read(begun)

@@ -26,8 +26,7 @@ from reknit.engine.stored.commit import clear_out, fate_of, never_if_it_fails, p
 from reknit.engine.stored.file_checks import check_size, read_blocks, read_checked, whole_manifest
 from reknit.engine.stored.marker import Marker, fenced_off, remove_marker, take_marker
 from reknit.engine.stored.notes import LEASE_S, RenewedHold
-from reknit.engine.stored.places import changed, files_at, moved_to
-from reknit.engine.stored.places import retry_if_changed as again
+from reknit.engine.stored.places import changed, files_at, moved_to, retry_if_changed
 from reknit.engine.stored.recognising import find_manifest
 from reknit.engine.stored.removals import delete_copies
 from reknit.environment import num_threads
@@ -202,7 +201,7 @@ class _Commit:
 
     def __init__(self, job: Promotion, *, alone: bool) -> None:
         self._job = job
-        self._data, self.manifest = again(
+        self._data, self.manifest = retry_if_changed(
             lambda: read_manifest(job.source),
             lambda data: (_unmoved(data), _whole(job, decode_record(data))),
             lambda data, error: changed(job.source, decode_record(data), error) is not None,

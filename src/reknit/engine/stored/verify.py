@@ -13,10 +13,17 @@ from reknit import plugins
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.reports import VerifyReport
 from reknit.engine.stored.at_path import read_manifest
-from reknit.engine.stored.file_checks import UNSOUND, check_size, read_blocks, read_checked, whole_manifest
+from reknit.engine.stored.file_checks import (
+    UNSOUND,
+    check_size,
+    check_sizes,
+    read_blocks,
+    read_checked,
+    whole_manifest,
+)
 from reknit.engine.stored.places import files_at
 from reknit.environment import num_threads
-from reknit.errors import CheckpointNotFoundError, CorruptError, FormatError, ReknitError, StorageError
+from reknit.errors import CheckpointNotFoundError, FormatError, ReknitError, StorageError
 from reknit.format.blob_codec import decode_blobs
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import data_start, decode_header
@@ -28,7 +35,7 @@ from reknit.planner.tiling import untiled
 from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from reknit.engine.memory.workers import Arena
     from reknit.engine.stored.opening import OpenCheckpoint
@@ -174,17 +181,6 @@ def _check_data(
     pieces = _share(sound, 0, 1, manifest.block_nbytes)
     found = _check_pieces(storage, manifest.block_nbytes, pieces, options, (FormatError, StorageError))
     problems += [_problem(path, error) for path, error in found]
-
-
-def check_sizes(storage: Storage, files: Iterable[FileEntry], replicas: Sequence[Storage] = ()) -> list[str]:
-    """Name the files that are missing or have another size than in the manifest, on `replicas` too."""
-    found = []
-    for file in files:
-        try:
-            check_size(storage, file, replicas)
-        except CorruptError as error:
-            found.append(error.message)
-    return found
 
 
 def check_all(checkpoint: OpenCheckpoint, rank: int, size: int, options: LoadOptions) -> list[str]:

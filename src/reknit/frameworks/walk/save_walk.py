@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class SaveAdapter(Matcher, Protocol):
-    """How one kind of object becomes shards and blobs."""
+    """The part of an `Adapter` that a save needs."""
 
     def collect(self, value: Any, place: Place, saving: Saving) -> None:
-        """Add the shards and blobs of a value to `saving`."""
+        """See `Adapter.collect`."""
 
 
 @dataclass

@@ -345,3 +345,7 @@ def _visit(part: SignedPart, start: int, saving: Saving) -> None:
     assert part.end is not None
     for key, tensor in islice(part.value.items(), part.first, part.first + part.end - start):
         saving.tensor(tensor, part.place.child(key))
+
+
+walk_cache = WalkCache()
+"""The walks of this process."""

@@ -44,7 +44,7 @@ def inside(root: str, folder: str, *, make: bool = False) -> Iterator[int]:
         for name in folder.split("/") if folder else ():
             full = os.path.join(full, name)
             try:
-                below = _step(name, fd, make=make)
+                below = _made(name, fd) if make else os.open(name, _NO_LINK, dir_fd=fd)
             except OSError as error:
                 if error.errno in (errno.ENOTDIR, errno.ELOOP):
                     raise _in_the_way(name, fd, full) from error
@@ -56,12 +56,11 @@ def inside(root: str, folder: str, *, make: bool = False) -> Iterator[int]:
         os.close(fd)
 
 
-def _step(name: str, above: int, *, make: bool) -> int:
+def _made(name: str, above: int) -> int:
+    """Return a descriptor of a folder, which is made if it is missing."""
     try:
         return os.open(name, _NO_LINK, dir_fd=above)
     except FileNotFoundError:
-        if not make:
-            raise
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=above)
         return os.open(name, _NO_LINK, dir_fd=above)

@@ -40,7 +40,6 @@ from reknit.storage.local.folders import (
     unlink_below,
 )
 from reknit.storage.local.os_errors import reserve, translated
-from reknit.storage.local.writer import LocalWriter
 from reknit.storage.paths import check_path, check_readable
 from reknit.storage.ranges import check_size, check_start, checked_runs, near, read_runs
 from reknit.storage.wrappers.forwarding import innermost
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.storage.base import Storage
+    from reknit.storage.local.writer import LocalWriter
 
 _PRUNED_TRIES = 64
 
@@ -93,6 +93,8 @@ class LocalStorage:
         No temporary name is needed: no reader uses a data file before a manifest names it.  Raises
         `StorageFullError` before a byte is written when the file cannot fit.
         """
+        from reknit.storage.local.writer import LocalWriter  # a load writes nothing
+
         check_size(nbytes)
         full = self._full(path)
         with translated("create", full):
