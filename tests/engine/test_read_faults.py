@@ -106,6 +106,17 @@ def test_a_file_whose_bytes_have_moved_is_read_from_a_replica_though_nothing_is_
     assert np.array_equal(target, matrix()[COLUMNS.slices()])
 
 
+def test_damaged_blocks_are_replaced_by_those_of_a_replica() -> None:
+    checkpoint, storage = stored("damaged")
+    good, path = copied(storage, "damaged-good"), data_path(checkpoint)
+    for byte in range(0, len(storage.get(path, limit=1 << 20)), BLOCK):
+        spoil(storage, path, byte)
+    target = np.zeros((60, 5), np.int32)
+    reader = reader_of(checkpoint, [(0, COLUMNS)], [target], BLOCKS, options=REPAIR, replicas=(good,))
+    reader.run(Recorder("load"))
+    assert np.array_equal(target, matrix()[COLUMNS.slices()])
+
+
 def test_what_is_abandoned_while_it_is_verified_is_not_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, _ = stored("abandoned")
     target = np.zeros((5, 60), np.int32).T
