@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.saving import save as driver
 from reknit.engine.saving.here import Here
 from reknit.engine.saving.task import SaveTask
 from reknit.events.phase import Recorder
+from tests.engine.runs import nothing_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from reknit.comm.group import Group
     from reknit.engine.saving.here import EarlierSaves
     from reknit.options import SaveOptions
     from reknit.storage.base import Storage
     from reknit.types.shard import Holdings
-
-_gather = vars(driver)["gather"]
 
 
 class At(NamedTuple):
@@ -38,29 +38,26 @@ class At(NamedTuple):
         return hasattr(self.storage, "copy_from")
 
 
-class Held(NamedTuple):
-    """A state that stands for these holdings."""
+@dataclass(slots=True, kw_only=True)
+class HeldTask(SaveTask):
+    """The task of a save whose holdings a test has made itself, in place of a walk through a state."""
 
     collect: Callable[[], Holdings]
 
-
-def _gathered(state: Any, *args: Any, **more: Any) -> Holdings:
-    return cast("Holdings", state.collect() if isinstance(state, Held) else _gather(state, *args, **more))
-
-
-setattr(driver, "gather", _gathered)  # noqa: B010 (no assignment to a function, for mypy)
+    def holdings(self) -> Holdings:
+        return self.collect()
 
 
-def task_at(storage: Storage, group: Group, options: SaveOptions, **more: Any) -> SaveTask:
+def task_at(storage: Storage, group: Group, options: SaveOptions, **more: Any) -> HeldTask:
     """Return the task of a rank that saves to an open store, such as its writer has it."""
     more.setdefault("recorder", Recorder("save", group.rank, more.get("step")))
-    task = SaveTask(place=At(storage), group=group, options=options, **more)
+    task = HeldTask(place=At(storage), group=group, options=options, collect=nothing_held, **more)
     task.storage = storage
     return task
 
 
-def save_held(collect: Callable[[], Holdings], task: SaveTask, earlier: EarlierSaves | None = None) -> Here:
+def save_held(collect: Callable[[], Holdings], task: HeldTask, earlier: EarlierSaves | None = None) -> Here:
     """Save the holdings of a rank, and return the writer."""
-    here = Here(task, earlier)
-    driver.save(cast("Mapping[str, Any]", Held(collect)), task, here)
+    here, task.collect = Here(task, earlier), collect
+    driver.save(task, here)
     return here

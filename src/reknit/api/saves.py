@@ -77,6 +77,7 @@ def read_call(
         ranks=acts.ranks,
         options=options,
         recorder=recorder,
+        state=state,
         overwrite=overwrite,
         metadata={} if metadata is None else metadata,
         wrong=wrong,
@@ -218,10 +219,10 @@ def save_in_run(
             here = Here(task, _earlier.setdefault(task.group, EarlierSaves()))
             with closing(task):
                 with task.recorder.whole(), progress(task.recorder, start_thread, wanted=options.progress):
-                    driver.save(state, task, here)
+                    driver.save(task, here)
                 outcome = _ended(here)
         else:
-            outcome = _save_at_agent(state, task)
+            outcome = _save_at_agent(task)
             if wrong is not None:
                 outcome.result()  # raises the error here, and not only when the user asks for the result
         pending = PendingSave(outcome)
@@ -256,12 +257,12 @@ def _ended(here: Here) -> SaveOutcome:
     return outcome
 
 
-def _save_at_agent(state: Mapping[str, Any], task: SaveTask) -> SaveOutcome:
+def _save_at_agent(task: SaveTask) -> SaveOutcome:
     """Save through the agent of this rank, and return when the state may change."""
     from reknit.engine.background.at_agent import AtAgent  # saves that wait need none of it
 
     outcome = SaveOutcome(task.place.url, promote_to=task.options.promotions)
-    driver.save(state, task, AtAgent(task, _background_of(task), outcome))
+    driver.save(task, AtAgent(task, _background_of(task), outcome))
     return outcome
 
 
@@ -325,7 +326,7 @@ def prepare(
     try:
         outcome = SaveOutcome(task.place.url, logged=False)
         outcome.is_read = True  # it is raised here, so no later save needs to raise it
-        driver.prepare(state, task, AtAgent(task, _background_of(task), outcome))
+        driver.prepare(task, AtAgent(task, _background_of(task), outcome))
         outcome.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):

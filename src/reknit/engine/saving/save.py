@@ -8,13 +8,11 @@ has read its arguments (step 1) and chosen the writer (step 2) before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from reknit.engine.saving.part import encode, lay_out
-from reknit.frameworks.registry import collect as gather
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from reknit.engine.saving.layout import LiveFiles, Owners
@@ -44,7 +42,7 @@ class SaveWriter(Protocol):
         """Send the receipt for the files, or leave that to an agent."""
 
 
-def save(state: Mapping[str, Any], task: SaveTask, writer: SaveWriter) -> None:
+def save(task: SaveTask, writer: SaveWriter) -> None:
     """Save as one rank of a group, with all others.
 
     All ranks return, or all raise the same error.  With `Here` the checkpoint exists then; with `AtAgent` the
@@ -55,8 +53,7 @@ def save(state: Mapping[str, Any], task: SaveTask, writer: SaveWriter) -> None:
         takes_over = writer.open()
         # 4 Gather the shards and values of this rank, as views of live memory.  5 Encode the values (local).
         with task.recorder.phase("collect"):
-            holdings = gather(state, task.group.rank, task.group.size, ranks=task.ranks)
-            part = encode(holdings, task, takes_over=takes_over)
+            part = encode(task.holdings(), task, takes_over=takes_over)
         # 6 Assign owners for data whose holders no framework records (one round).
         owners = writer.assign(part)
         # 7 Lay out the files: all holders of a tensor compute the same cut, without a message (local).
@@ -80,11 +77,10 @@ class Preparing(Protocol):
         """Make ready for saves of a part with this layout."""
 
 
-def prepare(state: Mapping[str, Any], task: SaveTask, writer: Preparing) -> None:
-    """Prepare for saves of this state as one rank of a group, with all others."""
+def prepare(task: SaveTask, writer: Preparing) -> None:
+    """Prepare for saves of the state of a task as one rank of a group, with all others."""
     with writer.rounds():
         takes_over = writer.open()
         with task.recorder.phase("collect"):
-            holdings = gather(state, task.group.rank, task.group.size, ranks=task.ranks)
-            part = encode(holdings, task, takes_over=takes_over)
+            part = encode(task.holdings(), task, takes_over=takes_over)
         writer.warm_up(part)

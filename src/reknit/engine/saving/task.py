@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from reknit.events.phase import Recorder
     from reknit.options import Durability, SaveOptions
     from reknit.storage.base import Storage
+    from reknit.types.shard import Holdings
 
 
 class SavePlace(Protocol):
@@ -42,7 +43,7 @@ class EarlierSave(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class SaveTask:
-    """The input of one rank's save, beside its state: for a save that waits, a trainer, and its agent.
+    """The input of one rank's save, for a save that waits, for a trainer, and for its agent, without a state.
 
     `step`, `origin` and `metadata` go into the manifest.  `promote_to` has the URL, factory and rate of each
     store to which the checkpoint is promoted, and the record of the run there.  `run` is the run that the
@@ -54,6 +55,7 @@ class SaveTask:
     group: Group
     options: SaveOptions
     recorder: Recorder
+    state: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
     overwrite: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +68,12 @@ class SaveTask:
     """The store of the place, in the process that writes the files."""
     after: Sequence[EarlierSave] = ()
     """Saves under way to the same place, which have to end before."""
+
+    def holdings(self) -> Holdings:
+        """Walk through the state, and return the shards and values of this rank, as views of live memory."""
+        from reknit.frameworks import registry  # an agent has no state
+
+        return registry.collect(self.state, self.group.rank, self.group.size, ranks=self.ranks)
 
     def close(self) -> None:
         """Close the store, if it is open."""
