@@ -34,7 +34,7 @@ class Clock:
         self.spent: dict[str, float] = {}
         self._last = time.process_time()
 
-    def lap(self, what: str) -> None:
+    def timed(self, what: str) -> None:
         """Add the time since the last lap to a task."""
         now = time.process_time()
         self.spent[what] = self.spent.get(what, 0.0) + now - self._last
@@ -45,20 +45,20 @@ def save(coordinator: Coordinator, claims: list[bytes], receipts: list[bytes]) -
     """Run the root's computations of one save, and return their seconds and the sizes of the results."""
     clock = Clock()
     merged = merge_claims(Sections.unpack(claims))
-    clock.lap("merge_and_decode")
+    clock.timed("merge_and_decode")
     coordinator.assign(None, [merged])
-    clock.lap("resolve")
+    clock.timed("resolve")
     reported, chunks = merge_receipts(Sections.unpack(receipts))
-    clock.lap("merge_and_decode")
+    clock.timed("merge_and_decode")
     index = coordinator.assembled(reported, chunks).named(WRITE_ID)
-    clock.lap("assemble_and_check")
+    clock.timed("assemble_and_check")
     data = encode_index(index, checked=True)
-    clock.lap("encode_index")
+    clock.timed("encode_index")
     planning = dict(clock.spent)
     counted = receipts_to_manifest(reported, WRITE_ID)
-    clock.lap("tally")
+    clock.timed("tally")
     content, manifest = _manifest(data, counted)
-    clock.lap("manifest")
+    clock.timed("manifest")
     return {
         **{f"{what}_s": seconds for what, seconds in clock.spent.items()},
         "planning_and_index_s": sum(planning.values()),

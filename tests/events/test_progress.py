@@ -140,14 +140,14 @@ def test_bytes_counted_by_many_threads_are_all_there() -> None:
             recorder.expect(4)
 
     run_ranks(4, count)
-    assert recorder.standing()[:2] == (12_000, 16_000)
+    assert recorder.progress()[:2] == (12_000, 16_000)
 
 
 def test_phases_under_way_are_known_while_they_last() -> None:
     recorder = Recorder("save")
     with recorder.phase("commit"), recorder.phase("plan"):
-        assert recorder.standing().doing == ("commit", "plan")
-    assert recorder.standing().doing == ()
+        assert recorder.progress().doing == ("commit", "plan")
+    assert recorder.progress().doing == ()
 
 
 def test_a_slow_save_tells_how_far_it_is_on_rank_0_alone(
@@ -197,7 +197,7 @@ def test_a_save_counts_every_byte_of_its_data_files() -> None:
     files = [Outgoing(image.path, image.nbytes) for image in images]
     source = LiveImages(images, Transfer([], "it", 10), None)
     write_files(ProcessMemory("counted"), files, source, tuner=Tuner(threads=2), recorder=recorder)
-    assert recorder.standing()[:2] == (5 + (20 << 20),) * 2
+    assert recorder.progress()[:2] == (5 + (20 << 20),) * 2
 
 
 def test_where_no_thread_can_be_had_nothing_is_told_and_all_goes_on() -> None:

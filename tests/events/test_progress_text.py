@@ -3,14 +3,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.events.phase import Standing
+from reknit.events.phase import ActionProgress
 from reknit.events.progress import STALLED_S, amount, describe
 
 GIB = 1 << 30
 
 
 def line(moved: int, expected: int, speed: float | None = None, idle_s: float = 0.0, *doing: str) -> str:
-    return describe("load", "ck/step_5", Standing(moved, expected, idle_s, doing), speed, None)
+    return describe("load", "ck/step_5", ActionProgress(moved, expected, idle_s, doing), speed, None)
 
 
 def test_a_line_says_what_has_come_and_how_long_it_takes() -> None:
@@ -36,7 +36,7 @@ def test_a_line_says_what_has_come_and_how_long_it_takes() -> None:
 
 
 def test_a_save_goes_to_a_path_whose_letters_cannot_steer_a_terminal() -> None:
-    reported = describe("save", "a\x1b[2Jb\nc", Standing(0, 0, 0.0, ()), None, None)
+    reported = describe("save", "a\x1b[2Jb\nc", ActionProgress(0, 0, 0.0, ()), None, None)
     assert reported == "save to a?[2Jb?c: waiting, for 0 s"
 
 
@@ -44,7 +44,7 @@ def test_a_save_goes_to_a_path_whose_letters_cannot_steer_a_terminal() -> None:
 def test_a_line_fits_and_keeps_the_end_of_its_path(
     path: str, width: int, moved: int, speed: float | None
 ) -> None:
-    standing = Standing(moved, 8 * GIB, 0.0, ())
+    standing = ActionProgress(moved, 8 * GIB, 0.0, ())
     whole = describe("load", path, standing, speed, None)
     reported = describe("load", path, standing, speed, width)
     assert len(reported) <= width

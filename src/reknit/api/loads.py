@@ -106,7 +106,7 @@ def load(
             background.wait_staged(options.timeout_s)
         # 4 to 10 From the contents of the checkpoint to live objects.
         clock = Stopwatch()
-        with clock.lap(), recorder.whole():
+        with clock.timed(), recorder.whole():
             report = load_story.load(task)
         if ranks.group.rank == 0:
             to = "" if ranks.group.size == 1 else f"to rank 0 of {ranks.group.size}"

@@ -48,7 +48,7 @@ class Running:
     detail: str = ""
 
 
-class Standing(NamedTuple):
+class ActionProgress(NamedTuple):
     """The progress of an action: bytes moved and expected, seconds since the last byte, phases under way."""
 
     moved: int
@@ -90,11 +90,11 @@ class Recorder:
             self._moved += nbytes
             self._moved_at = time.monotonic()
 
-    def standing(self) -> Standing:
+    def progress(self) -> ActionProgress:
         """Return the progress of the action."""
         with self._lock:
             idle_s = time.monotonic() - self._moved_at
-            return Standing(self._moved, self._expected, idle_s, tuple(self._doing))
+            return ActionProgress(self._moved, self._expected, idle_s, tuple(self._doing))
 
     @contextmanager
     def phase(self, name: str, *, path: str | None = None, nbytes: int = 0) -> Iterator[Running]:
@@ -251,7 +251,7 @@ class Stopwatch:
         self._lock = threading.Lock()
 
     @contextmanager
-    def lap(self, nbytes: int = 0) -> Iterator[None]:
+    def timed(self, nbytes: int = 0) -> Iterator[None]:
         """Add the duration of the block, and `nbytes`."""
         begin = time.perf_counter()
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from reknit.events.phase import Recorder, Standing
+    from reknit.events.phase import ActionProgress, Recorder
 
     Start = Callable[[str, Callable[[], None]], object]
     """`engine.pipeline.start`: runs a function in a thread of the given name."""
@@ -140,13 +140,13 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TO = {"save": "to", "load": "from"}
 
 
-def describe(action: str, path: str, standing: Standing, speed: float | None, width: int | None) -> str:
+def describe(action: str, path: str, done: ActionProgress, speed: float | None, width: int | None) -> str:
     """Return the line, such as ``load from ck/step_5: 41 % (3.2 of 7.8 GiB), 1.9 GiB/s, about 2 s left``.
 
     `speed` is in bytes per second, or None.  If the line is longer than `width`, the path is cut from the
     left, and then the line from the right.
     """
-    rest = _rest(standing, speed)
+    rest = _rest(done, speed)
     title = f"{action} {_TO.get(action, 'of')} "
     path = "".join(c if c.isprintable() else "?" for c in path)
     line = f"{title}{path}: {rest}"
@@ -156,8 +156,8 @@ def describe(action: str, path: str, standing: Standing, speed: float | None, wi
     return f"{title}...{path[-room:] if room > 0 else ''}: {rest}"[:width]
 
 
-def _rest(standing: Standing, speed: float | None) -> str:
-    moved, expected, idle_s, doing = standing
+def _rest(done: ActionProgress, speed: float | None) -> str:
+    moved, expected, idle_s, doing = done
     now = doing[-1] if doing else "waiting"
     if not expected:
         return f"{now}, for {_seconds(idle_s)}"
@@ -264,9 +264,9 @@ def _show(recorder: Recorder, over: threading.Event, intervals: Intervals) -> No
         if line is None and not _log.isEnabledFor(logging.INFO):
             return
         while True:
-            standing = recorder.standing()
-            speed = pace.of(standing.moved)
-            display.show(describe(recorder.action, recorder.path, standing, speed, display.width))
+            done = recorder.progress()
+            speed = pace.of(done.moved)
+            display.show(describe(recorder.action, recorder.path, done, speed, display.width))
             if over.wait(intervals.log_s if line is None else intervals.line_s):
                 break
         display.close()

@@ -117,7 +117,7 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
     return World(rank, size, tuple(range(size)) if ranks is None else tuple(ranks))
 
 
-class _Known(NamedTuple):
+class _Frameworks(NamedTuple):
     """The adapters in the order of use, libraries with tensors, extensions, and readers of many tensors."""
 
     adapters: tuple[Adapter, ...]
@@ -131,7 +131,7 @@ class _Known(NamedTuple):
         return self[:3]
 
 
-def _known() -> _Known:
+def _known() -> _Frameworks:
     """Return what is known of the frameworks that are imported."""
     found, of_frameworks = _loaded()
     libraries = (*_all(found, "libraries"), NumpyArrays())
@@ -144,7 +144,7 @@ def _known() -> _Known:
         ContainerAdapter(),
         ValueAdapter(),
     )
-    return _Known(adapters, libraries, _all(found, "extensions"), _all(found, "signers"))
+    return _Frameworks(adapters, libraries, _all(found, "extensions"), _all(found, "signers"))
 
 
 def _loaded() -> tuple[list[ModuleType], list[Any]]:

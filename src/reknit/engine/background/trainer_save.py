@@ -44,7 +44,7 @@ class SaveArena:
             return self.lease
         options, clock = task.options, Stopwatch()
         skip = options.when_busy == "skip"
-        with task.recorder.phase("back_pressure"), clock.lap():
+        with task.recorder.phase("back_pressure"), clock.timed():
             self.lease = self.arenas.acquire(nbytes, 0.0 if skip else options.timeout_s)
             if self.lease is None and skip:
                 raise SkippedError(

@@ -268,7 +268,7 @@ class RangeReader:
         """Return the ranges of a file's bytes, from `start` on, whose digests are wrong; none unverified."""
         if self.options.verify == "off":
             return []
-        with self._clocks["verify"].lap(len(data)):
+        with self._clocks["verify"].timed(len(data)):
             blocks = self._damaged(path, start, [ReadSpan(start, data)])
         end, size = start + len(data), self.block_nbytes
         return [(block * size, min((block + 1) * size, end)) for block in blocks]
@@ -343,7 +343,7 @@ class RangeReader:
             return
         if self.options.verify == "off":
             return
-        with self._clocks["verify"].lap(nbytes), self._signed("verify", path):
+        with self._clocks["verify"].timed(nbytes), self._signed("verify", path):
             for block in self._damaged(path, start, spans):
                 damage = self._corrupt(path, block)
                 if not self._repairer.able:
@@ -358,7 +358,7 @@ class RangeReader:
             self._under_way[thread] = path
             self.touched += live
         try:
-            with self._clocks["read"].lap(nbytes), self._signed("read", path):
+            with self._clocks["read"].timed(nbytes), self._signed("read", path):
                 yield
         except StorageNotFoundError:  # the target is as it was
             with self._lock:
@@ -432,7 +432,7 @@ class RangeReader:
 
         self.touched += 1
         with (
-            self._clocks["deliver"].lap(),
+            self._clocks["deliver"].timed(),
             self._signed("deliver", path),
             self._gate.passing(),
             self.transfer.copying(arena, name),

@@ -332,7 +332,7 @@ class _Writing:
                 self._create(self.files[-1])
 
     def _create(self, file: OutgoingFile) -> None:
-        with self._clocks["write"].lap(), self._signed(file.path):
+        with self._clocks["write"].timed(), self._signed(file.path):
             file.writer = self.storage.create(file.path, file.nbytes)
             if not file.nbytes:  # it has no last piece
                 file.writer.finish()
@@ -367,7 +367,7 @@ class _Writing:
             left -= nbytes
             whole, fetching = Stopwatch(), self._clocks[self._phase].seconds
             written = self._clocks["write"].nbytes
-            with whole.lap(nbytes):
+            with whole.timed(nbytes):
                 yield window, settings
             fetching = self._clocks[self._phase].seconds - fetching
             if self._clocks["write"].nbytes - written < nbytes:
@@ -395,7 +395,7 @@ class _Writing:
                 self.recorder.advance(nbytes)
                 return
             assert file.writer is not None
-            with self._clocks[self._phase].lap(nbytes):
+            with self._clocks[self._phase].timed(nbytes):
                 data = self.source.piece(file.number, start, nbytes, arena)
             if self.earlier is not None and not start:
                 self.earlier.note_begin(file.number, data)
@@ -404,14 +404,14 @@ class _Writing:
             else:
                 self._digest(file, start, data)
             self._begun.set()
-            with self._clocks["write"].lap(nbytes), self._signed(file.path):
+            with self._clocks["write"].timed(nbytes), self._signed(file.path):
                 file.writer.write(start, data.data)
             if not late:
                 self.digest_late()
             self.recorder.advance(nbytes)
             self.source.release(file.number, start, nbytes)
             if file.done_with(nbytes):
-                with self._clocks["write"].lap(), self._signed(file.path):
+                with self._clocks["write"].timed(), self._signed(file.path):
                     file.writer.finish()
         except BaseException as error:
             self.source.fail(error)
@@ -420,9 +420,9 @@ class _Writing:
     def _is_equal(self, piece: FileRange, arena: Arena) -> bool:
         """Return whether an earlier file has the bytes of a piece; if not, create the file."""
         file, start, nbytes = piece
-        with self._clocks[self._phase].lap():
+        with self._clocks[self._phase].timed():
             data = self.source.look(file.number, start, nbytes, arena)
-        with self._clocks["digest"].lap():
+        with self._clocks["digest"].timed():
             assert self.earlier is not None
             equal = self.earlier.equal(file.number, start, data)
         with file.lock:
@@ -434,7 +434,7 @@ class _Writing:
             return False
 
     def _digest(self, file: OutgoingFile, start: int, data: NDArray[np.uint8]) -> None:
-        with self._clocks["digest"].lap(len(data)):
+        with self._clocks["digest"].timed(len(data)):
             digests = block_digests(data)
             first = start // BLOCK_NBYTES
             file.digests[first : first + len(digests)] = digests

@@ -284,7 +284,7 @@ class SharedRead(Struct, frozen=True):
         path, start = self.files[plan.read_file[read]], int(plan.read_start[read])
 
         def fetch() -> None:
-            with reading.lap():  # without the time that the thread takes to start
+            with reading.timed():  # without the time that the thread takes to start
                 self.reader.fetch(path, start, memory)
 
         within(self.options.timeout_s, self.reader.under_way, fetch)
