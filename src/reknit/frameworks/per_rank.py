@@ -17,7 +17,6 @@ from reknit.frameworks.neutral import from_neutral, placed_as, put_array, to_neu
 from reknit.frameworks.numbers import element, from_element, is_number, like, misfit, read_as
 from reknit.frameworks.stateful import fits, hand_over, is_stateful, unlike_now
 from reknit.frameworks.walk import Adapter
-from reknit.frameworks.walk.overlap import may_fill
 from reknit.frameworks.walk.own_code import SETTLED, cause, collect_position, leave, taker_of
 from reknit.keywords import checked_call
 from reknit.types.devices import CUDA
@@ -335,6 +334,8 @@ def _holds(present: Any, state: Any) -> bool:
     tensor: Any = () if torch is None else torch.Tensor
     fills = isinstance(present, tensor) or (isinstance(present, np.ndarray) and isinstance(state, np.ndarray))
     fits = fills and isinstance(state, (np.ndarray, tensor)) and _form(present) == _form(state)
+    from reknit.frameworks.walk.overlap import may_fill  # a save needs none of it
+
     return fits and may_fill(present)
 
 

@@ -13,7 +13,7 @@ from reknit.errors import StateError
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.numbers import from_element, is_number, like, read_as
-from reknit.frameworks.walk import Adapter, overlap
+from reknit.frameworks.walk import Adapter
 from reknit.frameworks.walk.own_code import SETTLED, is_loader_state, taker_of
 from reknit.frameworks.walk.walk import View, first_match
 from reknit.types.box import Box
@@ -56,7 +56,7 @@ class NumpyArrays:
             )
         if fill and not tensor.flags.writeable:
             raise StateError(f"{place} is a read-only array", remedy="load into a copy of it")
-        if fill and not (tensor.flags.c_contiguous or overlap.is_distinct(tensor.shape, tensor.strides)):
+        if fill and not tensor.flags.c_contiguous and not _is_distinct(tensor):
             raise StateError(
                 f"{place} is an overlapping array: several of its elements share memory",
                 remedy="load into a copy of it",
@@ -83,6 +83,13 @@ class NumpyArrays:
     def fresh(self, spec: TensorSpec, like: Any = None) -> Any:
         """Return a new array."""
         return np.empty(spec.shape, numpy_dtype(spec.dtype))
+
+
+def _is_distinct(array: NDArray[Any]) -> bool:
+    """Return whether no two elements of an array share memory."""
+    from reknit.frameworks.walk import overlap  # a save needs none of it
+
+    return overlap.is_distinct(array.shape, array.strides)
 
 
 _ARRAYS = frozenset({np.ndarray, np.memmap, np.matrix})

@@ -20,7 +20,6 @@ from reknit.frameworks.walk.own_code import (
     may_disturb,
     taker_of,
 )
-from reknit.frameworks.walk.requests import found_by_keys
 from reknit.types.entry import own_code
 from reknit.types.shard import Tagged
 
@@ -117,6 +116,8 @@ class StatefulAdapter(Adapter):
         if value is SETTLED:
             return
         if loading.saved.is_by_keys(place):
+            from reknit.frameworks.walk.requests import found_by_keys  # a save needs none of it
+
             present = None if has_effects(value) else present_state(value, place, loading)
             if (found := found_by_keys(place, present, loading)).why is not None:
                 loading.report_mismatched(place, _PARTIAL)

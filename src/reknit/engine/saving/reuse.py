@@ -18,7 +18,6 @@ from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
 from reknit.engine.memory.write import Outgoing, Written, discard
 from reknit.engine.stored.at_path import manifest_in
-from reknit.engine.stored.file_checks import whole_manifest
 from reknit.errors import ReknitError
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
@@ -85,6 +84,8 @@ def _newest_beside(storage: Storage) -> tuple[str, Manifest] | None:
     above = storage.above() if isinstance(storage, HasFolderAbove) else None
     if above is None:
         return None
+    from reknit.engine.stored.file_checks import whole_manifest  # most saves have one before in this process
+
     holder, own = above
     begin, _, end = _parted(own)
     others = [

@@ -11,7 +11,6 @@ from reknit.errors import ProtocolError
 from reknit.format import paths
 from reknit.format.checksum import num_blocks
 from reknit.format.file_table import blobs, encode_table, entries
-from reknit.format.index.parquet import with_section
 from reknit.planner.tiling import SHOWN
 from reknit.types.manifest import FileTable, TablePlace
 from reknit.types.shard import full_name
@@ -96,6 +95,8 @@ def list_files(manifest: Manifest, index: bytes, files: FileTable) -> tuple[byte
     if len(files.paths) <= MAX_LISTED_FILES and len(files.digests) <= MAX_LISTED_BLOCKS:
         own, values = entries(files, manifest.block_nbytes), blobs(files, manifest.items)
         return index, replace(manifest, files=own, blobs=values)
+    from reknit.format.index.parquet import with_section  # only thousands of files need a table
+
     table = encode_table(files, manifest)
     data, start = with_section(index, table)
     place = TablePlace(start, len(table), len(files.paths), sum(files.nbytes.tolist()))

@@ -11,7 +11,6 @@ from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
 from reknit.frameworks.torch import dtensor, flat_part, subclasses, torch_private
-from reknit.frameworks.walk import overlap
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
 from reknit.types.devices import memory_of, memory_remedy, shows_memory
@@ -312,7 +311,11 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
 
 def _require_distinct(local: torch.Tensor, place: Place) -> None:
     """Raise `StateError` for a tensor to fill in which one place in memory is several elements."""
-    if not (local.is_contiguous() or overlap.is_distinct(local.shape, local.stride())):
+    if local.is_contiguous():
+        return
+    from reknit.frameworks.walk import overlap  # most memory to fill is contiguous
+
+    if not overlap.is_distinct(local.shape, local.stride()):
         raise StateError(
             f"{place} is an expanded or overlapping tensor: several of its elements share memory",
             remedy="load into a contiguous copy of it",
