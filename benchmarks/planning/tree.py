@@ -18,8 +18,8 @@ from reknit.engine.memory.images import Sources
 from reknit.engine.memory.write import Written
 from reknit.engine.saving.coordinator import receipt
 from reknit.engine.saving.layout import FileCut, layout_digest, outline
-from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
-from reknit.engine.saving.part import EQUAL, EncodedHoldings, claims
+from reknit.engine.saving.packing import Sections, claims, merge_claims, merge_receipts
+from reknit.engine.saving.part import EQUAL, EncodedHoldings
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
 from reknit.types.shard import Holdings

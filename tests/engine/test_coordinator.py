@@ -10,10 +10,10 @@ from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine import messages
 from reknit.engine.memory.write import Written, write_bytes
 from reknit.engine.saving import coordinator as module
-from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator, receipt
-from reknit.engine.saving.layout import FileCut, layout_digest, outline
-from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts
-from reknit.engine.saving.part import EQUAL, CopySplit, claims, encode_holdings
+from reknit.engine.saving.coordinator import Coordinator, receipt
+from reknit.engine.saving.layout import PLANS_KEPT, FileCut, layout_digest, outline
+from reknit.engine.saving.packing import Sections, claims, merge_claims, merge_receipts
+from reknit.engine.saving.part import EQUAL, CopySplit, encode_holdings
 from reknit.engine.stored.manifest_content import receipts_to_manifest
 from reknit.errors import CommitError, CorruptError, ProtocolError
 from reknit.format import file_table, paths

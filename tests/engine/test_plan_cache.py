@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.saving.coordinator import PlanCache, keep_latest
+from reknit.engine.saving.coordinator import PlanCache
+from reknit.engine.saving.layout import keep_latest
 from reknit.planner.columns import columns_of, merged
 
 RANKS, SLOTS = 3, 2

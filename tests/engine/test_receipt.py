@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
+import reknit
 from reknit.comm.group import Group, SoloGroup
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine.memory.write import ByteSource, Tuner, Written, write_bytes
 from reknit.engine.messages import Assignment, RankClaims
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.here import EarlierSaves, Here
-from reknit.errors import CommError, CommitError, DeadlineError, StorageError
+from reknit.errors import CommError, CommitError, DeadlineError, ReknitError, StorageError
 from reknit.format.manifest_file import decode_manifest
 from reknit.format.paths import MANIFEST_PATH
 from reknit.options import SaveOptions
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -156,3 +158,15 @@ def test_a_file_that_another_thread_still_writes_is_deleted_when_it_is_there() -
             run(pool)
         assert writing[0].done(), "the agent reports the end of a save when its arena is free"
     assert list(storage.list()) == []
+
+
+def test_an_error_of_the_arguments_of_a_process_alone_is_about_no_rank(tmp_path: Path) -> None:
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        (str(tmp_path), {"x": 1}, {"step": -1}),
+        (str(tmp_path), [1], {}),
+        ("nowhere://x", {"x": 1}, {}),
+    ]
+    for path, state, more in one_by_one(wrong):
+        with pytest.raises(ReknitError) as caught:
+            reknit.save(path, state, **more)
+        assert (caught.value.rank, caught.value.phase) == (None, None)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from reknit.comm import group as comm
-from reknit.engine.stored.at_path import check_absent
 from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown, typed, typed_shortage
 from reknit.keywords import is_text, unpacked
 from reknit.locations import is_location
@@ -219,6 +218,8 @@ def open_checkpoint(path: str | PathLike[str]) -> Storage:
 
 def check_promotion(url: str, options: SaveOptions, rank: int, *, overwrite: bool) -> None:
     """Raise the errors of the places to promote to, before any write; rank 0 looks for checkpoints there."""
+    from reknit.engine.stored.at_path import check_absent  # most saves are not promoted
+
     with closing(open_storage(url, durability=options.durability)) as source:
         for place in options.promotions:
             with closing(open_storage(place.path, durability=options.durability)) as target:

@@ -31,7 +31,6 @@ from reknit.api.checks import (
 from reknit.api.ranks import acting
 from reknit.engine.outcome import PendingSave, SaveOutcome
 from reknit.engine.saving import save as driver
-from reknit.engine.saving.here import EarlierSaves, Here
 from reknit.engine.saving.task import SaveTask
 from reknit.engine.stored.run_record import Run, folder_above
 from reknit.errors import ReknitError, UsageError
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from reknit.api.ranks import AnyGroup
     from reknit.comm.group import Group
     from reknit.engine.background.background import Background
+    from reknit.engine.saving.here import EarlierSaves, Here
 
 
 def read_call(
@@ -214,6 +214,11 @@ def save_in_run(
     )
     try:
         if wait:
+            from reknit.engine.saving.here import (  # saves in the background need none of it
+                EarlierSaves,
+                Here,
+            )
+
             url, saves = task.place.url, backgrounds_of(task.group)
             task.after = [each for background in saves for each in background.under_way(url)]
             here = Here(task, _earlier.setdefault(task.group, EarlierSaves()))

@@ -19,8 +19,7 @@ from reknit.engine.memory.workers import SPAN_NBYTES, lay_out
 from reknit.engine.memory.write import ByteSource, Tuner
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.here import ASSIGN, EarlierSaves, Here
-from reknit.engine.saving.packing import merge_claims
-from reknit.engine.saving.part import claims
+from reknit.engine.saving.packing import claims, merge_claims
 from reknit.engine.stored.promote import close_quietly
 from reknit.environment import cores_per_rank
 from reknit.errors import DeadlineError, typed

@@ -15,7 +15,6 @@ from reknit.engine.background.trainer_save import SaveArena, log_failure
 from reknit.engine.memory.devices import Staging
 from reknit.engine.saving.layout import LiveFiles, Owners
 from reknit.engine.saving.part import lay_out
-from reknit.engine.saving.root import check_manifest
 from reknit.errors import typed
 from reknit.events.phase import monotonic
 from reknit.events.to_file import everywhere
@@ -215,7 +214,9 @@ class AtAgent:
             begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # of each save
             begin.warm_up, begin.promote_to = True, []
         else:
-            if task.group.rank == 0:
+            if task.group.rank == 0 and task.metadata:
+                from reknit.engine.saving.root import check_manifest  # other trainers need none of it
+
                 check_manifest(task)
             plan, check = session.plan(save, part.layout), task.options.check_replicas
             self._chosen = part.compare(None if plan is None else plan.chosen.get(check))

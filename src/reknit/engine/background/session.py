@@ -16,7 +16,7 @@ from reknit.engine.background.link import AgentLink
 from reknit.engine.background.messages import ProcessContext, process_context
 from reknit.engine.background.trainer_save import TrainerSave
 from reknit.engine.outcome import SaveOutcome
-from reknit.engine.saving.coordinator import PLANS_KEPT, keep_latest
+from reknit.engine.saving.layout import PLANS_KEPT, keep_latest
 from reknit.errors import AgentError, ShortageError
 from reknit.format import paths
 from reknit.options import SaveOptions

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from reknit.engine import messages
 from reknit.engine.memory.write import write_small
+from reknit.engine.saving.layout import PLANS_KEPT, keep_latest
 from reknit.engine.saving.packing import Sections, merge_claims, merge_receipts, merged_chunks
 from reknit.engine.saving.root import begin, commit
 from reknit.engine.stored.manifest_content import KINDS, receipts_to_manifest
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Index
 
     Ints = NDArray[np.int64]
-
-
-_Kept = TypeVar("_Kept")
 
 
 class PlanCache:
@@ -111,18 +109,6 @@ def _only(latest: RankColumns, which: NDArray[np.bool_]) -> RankColumns:
     if which.all():
         return latest
     return latest.select(np.flatnonzero(which)) if which.any() else NOTHING
-
-
-def keep_latest(kept: dict[bytes, _Kept], key: bytes, value: _Kept, most: int) -> _Kept:
-    """Return a value that is kept as the latest; drop the oldest beyond `most` values.
-
-    Another thread may clear `kept` meanwhile.
-    """
-    kept.pop(key, None)
-    kept[key] = value
-    for oldest in list(kept)[:-most]:
-        kept.pop(oldest, None)
-    return value
 
 
 _Value = TypeVar("_Value")
@@ -226,8 +212,6 @@ def _numbered(values: Sequence[_Value]) -> tuple[list[int], list[_Value]]:
     return [numbers.setdefault(value, len(numbers)) for value in values], list(numbers)
 
 
-PLANS_KEPT = 4
-"""Number of plans that a rank keeps."""
 _ANY_ID = "0" * 32
 """Any write id, for checks."""
 INDEXES_KEPT = 2

@@ -13,14 +13,14 @@ from reknit.comm import group as comm
 from reknit.engine import messages
 from reknit.engine.memory.write import PIECE_NBYTES, Tuner, discard, write_files
 from reknit.engine.reports import SaveReport, SaveTotals
-from reknit.engine.saving.coordinator import PLANS_KEPT, Coordinator, keep_latest, receipt, write_blobs
-from reknit.engine.saving.layout import LiveFiles, Owners
-from reknit.engine.saving.packing import merge_claims, merge_receipts
-from reknit.engine.saving.part import EQUAL, blob_files, claims, split
+from reknit.engine.saving.coordinator import Coordinator, receipt, write_blobs
+from reknit.engine.saving.layout import PLANS_KEPT, LiveFiles, Owners, keep_latest
+from reknit.engine.saving.packing import claims, merge_claims, merge_receipts
+from reknit.engine.saving.part import EQUAL, blob_files, split
 from reknit.engine.saving.reuse import Committed, Reuse
 from reknit.engine.stored.commit import UNSENT, clear_own_host, fate_of
 from reknit.environment import num_threads
-from reknit.errors import ReknitError
+from reknit.errors import ReknitError, typed
 from reknit.events.phase import monotonic
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
@@ -131,7 +131,8 @@ class Here:
         task, begun = self.task, monotonic()
         try:
             with ExitStack() as self._round:
-                self._enter(ASSIGN, merge_claims, self._subject, opens=True)
+                if not self._alone:
+                    self._enter(ASSIGN, merge_claims, self._subject, opens=True)
                 yield
         except BaseException as error:  # Ctrl-C too: the files are part of a checkpoint, or litter
             self.coordinator.give_up()  # before the manifest is read, which is final from then on
@@ -159,16 +160,24 @@ class Here:
     def open(self) -> bool:
         """Open the store, after the saves before; return whether it takes over files that did not change.
 
-        Raises the error of the arguments.
+        Raises the error of the arguments.  A rank alone begins its round after that, so that this error is
+        about no rank.
         """
         task = self.task
-        if task.wrong is not None:
-            raise task.wrong
-        if not hasattr(task, "storage"):
-            task.storage = task.place.open(task.options.durability, task.recorder)
-            task.recorder.path = task.storage.url
-        for save in task.after:
-            save.wait_over(task.options.timeout_s)
+        try:
+            if task.wrong is not None:
+                raise task.wrong
+            if not hasattr(task, "storage"):
+                task.storage = task.place.open(task.options.durability, task.recorder)
+                task.recorder.path = task.storage.url
+            for save in task.after:
+                save.wait_over(task.options.timeout_s)
+        except ReknitError:
+            raise
+        except Exception as error:  # the author of a store decides about its errors
+            raise typed(error) from error
+        if self._alone:
+            self._enter(ASSIGN, merge_claims, self._subject, opens=True)
         return task.options.reuse and isinstance(task.storage, CopiesFiles)
 
     def assign(self, part: Part) -> Owners:

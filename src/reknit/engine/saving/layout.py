@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -196,3 +196,21 @@ def _columns(holdings: Holdings, files: Sequence[OutlinedFile]) -> messages.Arra
         nbytes=packed([row[5] for row in rows], "i8"),
         aliases=[(a.item, a.fqn, a.of) for a in holdings.aliases],
     )
+
+
+PLANS_KEPT = 4
+"""Number of plans that a rank keeps."""
+
+_Kept = TypeVar("_Kept")
+
+
+def keep_latest(kept: dict[bytes, _Kept], key: bytes, value: _Kept, most: int) -> _Kept:
+    """Return a value that is kept as the latest; drop the oldest beyond `most` values.
+
+    Another thread may clear `kept` meanwhile.
+    """
+    kept.pop(key, None)
+    kept[key] = value
+    for oldest in list(kept)[:-most]:
+        kept.pop(oldest, None)
+    return value

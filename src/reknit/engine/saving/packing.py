@@ -8,14 +8,17 @@ import msgspec
 import numpy as np
 
 from reknit.errors import ProtocolError
+from reknit.format.checksum import digest
 from reknit.planner.assemble import num_dims, thinned, widened
-from reknit.planner.columns import Blocks, RankColumns, merged
+from reknit.planner.columns import NOTHING, Blocks, RankColumns, columns_of, merged, unpacked
 from reknit.types.small import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
+
+    from reknit.engine import messages
 
     Ints = NDArray[np.int64]
 
@@ -75,6 +78,40 @@ class Sections(NamedTuple):
     def unpack(cls, parts: Sequence[bytes]) -> list[Sections]:
         """Return the content of each of several messages."""
         return _unpacked(parts)
+
+
+def claims(rank: int, claimed: messages.RankClaims) -> Sections:
+    """Return the claims of a rank as columns, which merge with the claims of other ranks."""
+    blobs, copies, witnesses = claimed.blobs, claimed.copies, claimed.witnesses
+    shared = [blob for blob in blobs if blob.coordinate is None]
+    keys = np.array([blob.key for blob in shared], np.uint64)
+    digests = np.array([digest(blob.data) for blob in shared], np.uint64)
+    # A value of a single rank has no copies elsewhere, so no rank needs its key.
+    placed = [blob.key for blob in blobs if (blob.coordinate or {"rank": rank}).keys() != {"rank"}]
+    seen = unpacked(copies.digests, "u8")
+    own = columns_of(
+        rank,
+        {"write_ids": [claimed.write_id], "witnesses": witnesses.names},
+        {
+            "step": ([] if claimed.step is None else [claimed.step], ""),
+            "places": ([claimed.places], ""),
+            "plan": (unpacked(claimed.plan, "i8"), ""),
+            "blob_keys": (keys, ""),
+            "blob_digests": (digests, ""),
+            "placed_keys": (np.array(placed, np.uint64), ""),
+            "witness_keys": (unpacked(witnesses.keys, "u8"), ""),
+            "copy": (unpacked(copies.keys, "u8"), ""),
+            "low": (seen, ""),
+            "high": (seen, ""),
+        },
+    )
+    if claimed.shards is None:
+        return Sections(own, NOTHING)
+    keys, nbytes = (
+        unpacked(claimed.shards.keys, "u8"),
+        unpacked(claimed.shards.nbytes, "i8"),
+    )
+    return Sections(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 
 def merge_claims(parts: Sequence[Sections]) -> Sections:

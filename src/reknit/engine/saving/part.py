@@ -18,12 +18,11 @@ from reknit.engine.memory.devices import GATHER_NBYTES, gathered
 from reknit.engine.memory.elements import contiguous_bytes, itemsize, stage
 from reknit.engine.memory.images import Sources
 from reknit.engine.saving.layout import FileCut, LiveFiles, layout_digest, outline
-from reknit.engine.saving.packing import Sections
 from reknit.errors import StateError
 from reknit.format import paths
 from reknit.format.blob_codec import encode_blobs, join_blobs, name_of_value
 from reknit.format.checksum import digest
-from reknit.planner.columns import NOTHING, columns_of, packed, unpacked
+from reknit.planner.columns import packed, unpacked
 from reknit.planner.save import OWN, shard_key
 from reknit.types import devices
 from reknit.types.dtype import ITEMSIZE, numpy_dtype
@@ -152,40 +151,6 @@ def _encoded_repeated(blob: Blob, options: SaveOptions, known: dict[int, bytes])
     if (body := known.get(id(blob.value))) is None:
         body = known[id(blob.value)] = bytes(_encoded(blob, options)[len(name) :])
     return name + body
-
-
-def claims(rank: int, claimed: messages.RankClaims) -> Sections:
-    """Return the claims of a rank as columns, which merge with the claims of other ranks."""
-    blobs, copies, witnesses = claimed.blobs, claimed.copies, claimed.witnesses
-    shared = [blob for blob in blobs if blob.coordinate is None]
-    keys = np.array([blob.key for blob in shared], np.uint64)
-    digests = np.array([digest(blob.data) for blob in shared], np.uint64)
-    # A value of a single rank has no copies elsewhere, so no rank needs its key.
-    placed = [blob.key for blob in blobs if (blob.coordinate or {"rank": rank}).keys() != {"rank"}]
-    seen = unpacked(copies.digests, "u8")
-    own = columns_of(
-        rank,
-        {"write_ids": [claimed.write_id], "witnesses": witnesses.names},
-        {
-            "step": ([] if claimed.step is None else [claimed.step], ""),
-            "places": ([claimed.places], ""),
-            "plan": (unpacked(claimed.plan, "i8"), ""),
-            "blob_keys": (keys, ""),
-            "blob_digests": (digests, ""),
-            "placed_keys": (np.array(placed, np.uint64), ""),
-            "witness_keys": (unpacked(witnesses.keys, "u8"), ""),
-            "copy": (unpacked(copies.keys, "u8"), ""),
-            "low": (seen, ""),
-            "high": (seen, ""),
-        },
-    )
-    if claimed.shards is None:
-        return Sections(own, NOTHING)
-    keys, nbytes = (
-        unpacked(claimed.shards.keys, "u8"),
-        unpacked(claimed.shards.nbytes, "i8"),
-    )
-    return Sections(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 
 def blob_files(blobs: Sequence[messages.EncodedBlob], owners: bytes, rank: int) -> list[EncodedFile]:
