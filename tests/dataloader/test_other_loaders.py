@@ -69,20 +69,6 @@ def test_a_grain_dataset_goes_on_by_its_position() -> None:
     assert sorted(seen) == list(range(66))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_iterators_of_grain_are_sources_too() -> None:
-    grain = installed("grain")
-
-    def make(rank: int, size: int) -> SourceLoader:
-        return SourceLoader(
-            lambda n: grain.MapDataset.range(8 * n, 8 * n + 8).shuffle(seed=n).to_iter_dataset(),
-            8,
-            place=ReaderPlace(rank, size),
-        )
-
-    assert sorted(followed(make, lambda n: [int(n)])) == list(range(64))
-
-
 def test_mosaic_streaming_says_one_position_for_all_ranks(tmp_path: Path) -> None:
     if importlib.util.find_spec("streaming") is None:
         pytest.skip("streaming is not installed")

@@ -22,7 +22,6 @@ from reknit.dataloader import (
     ReaderPlace,
     ShardedDataLoader,
     SourceDataset,
-    SourceLoader,
 )
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.per_rank import PerRank
@@ -266,21 +265,3 @@ def test_a_map_style_dataset_goes_on_by_its_position_whatever_workers_read_ahead
         for one in job:
             end_workers(one)
     assert sorted(seen) == list(range(60))
-
-
-def test_sources_without_a_loader_are_dealt_out_anew_as_well() -> None:
-    seen: list[tuple[int, int]] = []
-    checkpoint = None
-    for size, steps in ((4, 3), (3, 2), (9, 1), (2, None)):
-        job: list[Any] = [
-            SourceLoader(Counted, len(SIZES), place=ReaderPlace(rank, size), sizes=SIZES)
-            for rank in range(size)
-        ]
-        if checkpoint is not None:
-            resumed(job, checkpoint)
-        for one in job:
-            seen += list(islice(one, steps))
-        checkpoint = saved(job)
-        for one in job:
-            next(one, None)
-    in_order(seen)
