@@ -16,6 +16,7 @@ from reknit.frameworks.numbers import same_value
 from tests import ranks
 from tests.integrations import accelerate_job as jobs
 from tests.optional import needs
+from tests.running.examples import at_night
 
 pytestmark = [needs("accelerate", "Accelerate"), needs("torchdata", "torchdata")]
 
@@ -72,6 +73,7 @@ def killed(root: str, seed: int) -> None:
         return
 
 
+@at_night("runs of transformers, ByteCheckpoint and Ray die by day")
 @pytest.mark.parametrize("seed", [3])
 def test_a_run_that_is_killed_resumes_on_another_number_of_processes(seed: int, tmp_path: Path) -> None:
     whole = run(2, partial(jobs.train, steps=17), str(tmp_path / "whole"))[0]
