@@ -94,7 +94,7 @@ def resumed(
         ("late ema", (4,)),
         ("ema of epochs", (4,)),
         ("average", (6,)),
-        ("swa", (4, 8, 12)),
+        ("swa", (4, 6, 8)),
         ("backbone", (2, 4, 6)),
         ("own finetuning", (4, 6, 9)),
     ],
