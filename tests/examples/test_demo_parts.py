@@ -142,7 +142,7 @@ def test_the_checkpoint_is_kept_and_the_commands_that_are_shown_work(
     assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["weight"], torch.full((2,), 2.0))
 
 
-@at_night("tests/examples/test_restart.py loses a rank, and the tests above read what the parts write")
+@at_night("a rank is lost in tests/examples/test_restart.py by day")
 @pytest.mark.timeout(600)
 def test_all_is_true_also_where_agents_are_slow(tmp_path: Path) -> None:
     every, slow = tmp_path / "all", tmp_path / "slow"

@@ -31,7 +31,7 @@ def is_night() -> bool:
 
 
 def at_night(instead: str) -> pytest.MarkDecorator:
-    """Return the mark of a long test that runs at night; `instead` says what finds its mistakes by day."""
+    """Return the mark of a long test that runs at night, where `instead` names the tests of the day."""
     return pytest.mark.skipif(not is_night(), reason=f"at night: {instead}")
 
 
