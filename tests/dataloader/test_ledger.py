@@ -117,13 +117,3 @@ def test_every_sample_is_consumed_once_and_in_the_order_of_its_source(
     sets: list[TokenSet], story: list[Phase], epochs: int, last: Layout
 ) -> None:
     assert run(sets, story, epochs, last).consumed == uninterrupted(sets, epochs).consumed
-
-
-def test_the_ledger_holds_from_8_ranks_to_6_3_8_1_and_5() -> None:
-    sets = [token_set("web", 900, 24, 3.0), token_set("code", 300, 8)]
-    story = [
-        Phase(Layout(dp, 1 + k % 2, (0, 2, 4)[k % 3]), 4, 2, 4) for k, dp in enumerate((8, 6, 3, 8, 1, 5))
-    ]
-    found = run(sets, story, 1, Layout(5, 1, 2))
-    assert found.consumed == uninterrupted(sets, 1).consumed
-    assert sum(len({entry[:2] for entry in entries}) for entries in found.consumed.values()) == 1200

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reknit
-from reknit.dataloader import CanonicalStream, ReaderPlace, ShardOwned, TokenLoader, TokenSet
+from reknit.dataloader import ReaderPlace, TokenLoader, TokenSet
 from reknit.errors import StateError, UsageError
 from reknit.frameworks.registry import collect, wanted
 from tests.dataloader.corpora import BUDGET, equal, loader, rows, token_set
@@ -91,14 +91,6 @@ def test_epochs_differ_in_order_and_the_order_depends_on_the_seed_alone() -> Non
     assert [n for _, n in order(0, shuffle=False)] == [*range(50), *range(50)]
 
 
-def test_no_piece_overtakes_another_of_its_source() -> None:
-    for batches in (list(loader([WEB, CODE], rank, 2, num_workers=2)) for rank in range(2)):
-        by_source: dict[int, list[tuple[int, ...]]] = {}
-        for row in (tuple(row) for batch in batches for row in batch.samples.tolist()):
-            by_source.setdefault(row[1], []).append((row[2], row[3], row[5]))
-        assert all(a < b for entries in by_source.values() for a, b in pairwise(entries))
-
-
 def test_a_loader_goes_on_bit_for_bit_whatever_was_made_ahead() -> None:
     for num_workers in (0, 1, 3):
         whole = list(loader([WEB, CODE], num_workers=num_workers))
@@ -110,27 +102,6 @@ def test_a_loader_goes_on_bit_for_bit_whatever_was_made_ahead() -> None:
         load({"l": other}, checkpoint)
         assert equal(list(other), whole[20:]), num_workers
         assert equal(list(one), whole[20:]), "saving changed nothing"
-
-
-def test_a_loader_goes_on_at_its_beginning_at_its_end_and_with_one_worker_where_no_worker_was() -> None:
-    beyond_the_end = 1000
-    for taken, before, now in ((0, 2, 2), (9, 0, 1), (beyond_the_end, 0, 0)):
-        one, other = loader([WEB], num_workers=before), loader([WEB], num_workers=now)
-        list(islice(one, taken))
-        load({"l": other}, save({"l": one}))
-        expected = list(loader([WEB], num_workers=before))[taken:]
-        assert equal(list(other), expected), taken
-        assert equal(list(one), expected), taken
-
-
-def test_ranks_without_a_source_read_nothing_and_get_something_when_there_are_fewer() -> None:
-    one = token_set("web", 10, 2)
-    jobs = [loader([one], rank, 4) for rank in range(4)]
-    assert [next(job, None) is not None for job in jobs] == [True, True, False, False]
-    checkpoint = assemble([collect({"l": job}, n, 4) for n, job in enumerate(jobs)])
-    last = loader([one])
-    load({"l": last}, checkpoint)
-    assert {row[1] for batch in last for row in batch.samples.tolist()} == {0, 1}
 
 
 def test_ranks_that_read_for_ever_need_a_source_each() -> None:
@@ -216,24 +187,10 @@ class Stream:
         self.position = state["position"]
 
 
-def test_a_stream_goes_on_from_its_position_on_any_number_of_ranks() -> None:
-    checkpoint = assemble([collect({"l": Stream(96)}, n, 4) for n in range(4)])
-    assert not checkpoint.own
-    for rank in range(3):
-        stream = Stream()
-        load({"l": stream}, checkpoint, rank, 3)
-        assert stream.position == 96
-
-
 def test_a_stream_that_differs_between_ranks_is_refused_on_another_number_of_them() -> None:
     checkpoint = assemble([collect({"l": Stream(n)}, n, 4) for n in range(4)])
     want = wanted({"l": Stream()}, checkpoint.catalog(), 0, 3)
     assert "it differed between the 4 ranks that saved it" in want.missing[0][2]
-
-
-def test_both_protocols_are_kept() -> None:
-    assert isinstance(loader([WEB]), ShardOwned)
-    assert isinstance(Stream(), CanonicalStream)
 
 
 class Mesh:

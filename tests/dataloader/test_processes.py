@@ -20,7 +20,7 @@ from reknit.errors import ReknitError, ShortageError, UsageError
 from reknit.processes.channel import Channel, Message
 from reknit.types.shard import Encoded
 from tests import ranks
-from tests.dataloader.corpora import Ledger, equal, failing, loader, token_set
+from tests.dataloader.corpora import equal, failing, loader, token_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,34 +60,6 @@ def test_batches_stay_the_same_through_three_restarts(started: list[TokenLoader]
         next(one)  # made and taken after the save, and gone with the restart
         one.close()
     assert equal(found, whole[:48])
-
-
-def test_the_ledger_holds_with_real_processes(started: list[TokenLoader], tmp_path: Path) -> None:
-    ledger, expected = Ledger(), Ledger()
-    expected.enter(loader(SETS))
-    group, layouts = [2, 1, 3], [2, 1, 0]
-    previous: Path | None = None
-    for k, (size, workers) in enumerate(zip(group, layouts, strict=True)):
-        job = [real(started, workers, rank=rank, size=size) for rank in range(size)]
-        path = tmp_path / str(k)
-        _each(job, lambda rank, one, joined, at=previous: at and reknit.load(at, {"l": one}, group=joined))
-        for one in job:
-            ledger.enter(islice(one, 5))
-        _each(job, lambda rank, one, joined, at=path: reknit.save(at, {"l": one}, group=joined))
-        for one in job:
-            one.close()
-        previous = path
-    last = real(started, 2)
-    assert previous is not None
-    reknit.load(previous, {"l": last})
-    ledger.enter(last)
-    assert ledger.consumed == expected.consumed
-
-
-def _each(job: list[TokenLoader], act: Any) -> None:
-    from reknit.testing.world import run_ranks
-
-    run_ranks(len(job), lambda group: act(group.rank, job[group.rank], group))
 
 
 def test_a_planned_state_is_not_asked_for_once_more(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.dataloader.reshard import Readers, dealt, shards_of_rank, spread
+from reknit.dataloader.reshard import Readers, shards_of_rank, spread
 from reknit.errors import StateError
 from reknit.types.shard import LoaderShard
 
@@ -65,23 +65,6 @@ def test_work_of_each_kind_is_spread_evenly(pieces: list[tuple[int, int]], num_b
             assert min(loads) > 0
         if not any(work):
             assert max(counts) - min(counts) <= 1
-
-
-def test_on_the_same_layout_every_shard_returns_to_its_reader() -> None:
-    shards = [LoaderShard(n, rank=n % 2, worker=n % 3, left=n, num_items=0) for n in range(12)]
-    same = Readers(2, 3)
-    assert shards_of_rank(shards, [0] * 12, same, same, 1) == [s for s in shards if s.rank == 1]
-
-
-def test_more_readers_than_sources_leave_some_without_and_none_with_two() -> None:
-    shards = [LoaderShard(n, 0, 0, 5, 0) for n in range(3)]
-    counts = [len(dealt(shards, [0] * 3, Readers(5, 2), rank)) for rank in range(5)]
-    assert sorted(counts) == [0, 0, 1, 1, 1]
-
-
-def test_a_source_that_is_read_up_is_dealt_out_all_the_same_for_its_buffer() -> None:
-    shards = [LoaderShard(n, 0, 0, 0, 0) for n in range(4)]
-    assert [len(dealt(shards, [0] * 4, Readers(2, 1), rank)) for rank in range(2)] == [2, 2]
 
 
 def test_a_table_that_is_not_whole_is_refused_and_says_which_source() -> None:

@@ -17,12 +17,9 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from reknit.dataloader import (
-    ConsumedSamples,
-    GlobalSampler,
     ReaderPlace,
     ShardedDataLoader,
     SourceDataset,
-    SourceLoader,
 )
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.per_rank import PerRank
@@ -138,15 +135,6 @@ def test_on_the_same_layout_the_very_same_batches_follow(workers: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_loader_at_its_end_does_not_begin_anew_before_that_end_was_given() -> None:
-    one = of_torch(0, 1, 0)
-    list(one)
-    again = resumed([of_torch(0, 1, 0)], saved([one]))[0]
-    assert list(again) == [], "this was the end of the first epoch"
-    in_order([pair for batch in again for pair in batch])
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_a_second_for_over_sources_without_a_wrapper_is_the_next_epoch() -> None:
     loader = StatefulDataLoader(SourceDataset(Counted, len(SIZES)), batch_size=2, collate_fn=pairs)
     assert list(loader) == list(loader) != []
@@ -235,52 +223,3 @@ def test_other_sources_and_rare_snapshots_are_refused() -> None:
     assert "a loader of 8 sources was saved, and this one has 3" in want.mismatched[0][2]
     with pytest.raises(UsageError, match="every 4 steps"):
         of_torch(0, 1, 0, snapshot_every_n_steps=4)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_map_style_dataset_goes_on_by_its_position_whatever_workers_read_ahead() -> None:
-    def make(rank: int, size: int, workers: int) -> ConsumedSamples[Any]:
-        def begin(position: int) -> Any:
-            sampler = GlobalSampler(60, ReaderPlace(rank, size), start=position, seed=5)
-            context = "forkserver" if workers else None
-            return StatefulDataLoader(
-                range(60),
-                batch_size=3,
-                sampler=sampler,
-                num_workers=workers,
-                collate_fn=list,
-                multiprocessing_context=context,
-            )
-
-        return ConsumedSamples(begin, batch_size=3, size=size)
-
-    seen: list[int] = []
-    checkpoint = None
-    for size, workers, steps in ((2, 1, 3), (5, 0, 1), (1, 0, None)):
-        job: list[Any] = [make(rank, size, workers) for rank in range(size)]
-        if checkpoint is not None:
-            resumed(job, checkpoint)
-        for one in job:
-            seen += [n for batch in islice(one, steps) for n in batch]
-        checkpoint = saved(job)
-        for one in job:
-            end_workers(one)
-    assert sorted(seen) == list(range(60))
-
-
-def test_sources_without_a_loader_are_dealt_out_anew_as_well() -> None:
-    seen: list[tuple[int, int]] = []
-    checkpoint = None
-    for size, steps in ((4, 3), (3, 2), (9, 1), (2, None)):
-        job: list[Any] = [
-            SourceLoader(Counted, len(SIZES), place=ReaderPlace(rank, size), sizes=SIZES)
-            for rank in range(size)
-        ]
-        if checkpoint is not None:
-            resumed(job, checkpoint)
-        for one in job:
-            seen += list(islice(one, steps))
-        checkpoint = saved(job)
-        for one in job:
-            next(one, None)
-    in_order(seen)

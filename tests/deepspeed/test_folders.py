@@ -18,7 +18,7 @@ from tests import ranks
 from tests.deepspeed import folders
 from tests.integrations.formats.damage import FLIPPED, KINDS, damages, wrong_in_silence
 from tests.optional import needs
-from tests.running.examples import is_night
+from tests.running.examples import at_night
 
 pytestmark = needs("deepspeed", "DeepSpeed")
 
@@ -84,7 +84,7 @@ def test_a_folder_has_all_that_the_ranks_had(root: Path) -> None:
         assert found["engine"]["global_steps"] == 2, name
 
 
-@pytest.mark.skipif(not is_night(), reason="at night: transformers takes 8 s")
+@at_night("transformers takes 8 s")
 def test_a_folder_of_the_trainer_of_transformers_has_all_that_it_had(root: Path) -> None:
     pytest.importorskip("transformers")
     ranks.run(1, folders.train_with_transformers, str(root), warm="deepspeed", joined=False)

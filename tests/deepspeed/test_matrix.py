@@ -29,7 +29,7 @@ pytestmark = needs("deepspeed", "DeepSpeed")
 
 run = partial(ranks.run, warm="deepspeed")
 
-OTHERS = {"single": 1, "fsdp2-2": 2, "fsdp1full-2": 2, "tp-2": 2}
+OTHERS = {"single": 1, "tp-2": 2}
 WORLDS = {f"{layout}@{world}": world for world in (2, 3) for layout in engines.LAYOUTS} | OTHERS
 SOURCES = list(WORLDS)
 ITEMS = ("model", "optimizer", "scheduler")

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
-import os
 import shlex
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import reknit
 from reknit.cli import main as cli
-from tests.running.examples import examples
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,9 +33,7 @@ def part(name: str) -> Any:
         sys.path.remove(str(DEMO))
 
 
-held_store, journal, ranks, source_text, tiny_llama = map(
-    part, ("held_store", "journal", "ranks", "source_text", "tiny_llama")
-)
+source_text, tiny_llama = part("source_text"), part("tiny_llama")
 fingerprint, parts, run = part("fingerprint").fingerprint, part("parts"), part("run")
 
 TEXT = torch.arange(5000).remainder(251).to(torch.uint8)
@@ -48,33 +41,6 @@ TEXT = torch.arange(5000).remainder(251).to(torch.uint8)
 
 def batches(part: int = 0, num_parts: int = 1, seed: int = 3) -> Any:
     return source_text.Batches(TEXT, num_rows=12, length=9, seed=seed, part=part, num_parts=num_parts)
-
-
-# the text and the loader
-
-
-@given(num_parts=st.sampled_from([1, 2, 3, 4, 6, 12]), steps=st.integers(0, 5))
-@settings(max_examples=examples(20))
-def test_the_shares_of_any_number_of_ranks_are_the_global_batch(num_parts: int, steps: int) -> None:
-    whole = next(itertools.islice(batches(), steps, None))
-    shares = [next(itertools.islice(batches(n, num_parts), steps, None)) for n in range(num_parts)]
-    assert torch.equal(torch.cat(shares), whole)
-
-
-def test_a_restored_loader_goes_on_where_the_saved_one_was() -> None:
-    saved = batches()
-    first = [next(saved) for _ in range(3)]
-    state = saved.state_dict()
-    expected = next(saved)
-    restored = batches(seed=4)
-    restored.load_state_dict(state)
-    assert torch.equal(next(restored), expected)
-    assert not any(torch.equal(expected, other) for other in first)
-
-
-def test_a_loader_refuses_a_number_of_ranks_that_cannot_share_equally() -> None:
-    with pytest.raises(ValueError, match="12 rows"):
-        batches(0, 5)
 
 
 # the model
@@ -137,119 +103,7 @@ def test_every_part_of_the_state_changes_the_fingerprint(model: Any) -> None:
     assert changed()
 
 
-# the processes
-
-
-def script(folder: Path, text: str) -> Path:
-    path = folder / "script.py"
-    path.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{text}\n")
-    return path
-
-
-def is_gone(job: Any) -> bool:
-    return all(process.returncode is not None for process in job.processes)
-
-
-def test_every_rank_knows_its_place(tmp_path: Path) -> None:
-    body = (
-        "print(rank, *(os.environ[n] for n in ('WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')), *sys.argv[1:])"
-    )
-    with ranks.Job("job", script(tmp_path, body), ["x"], world=3, logs=tmp_path) as job:
-        job.wait(60)
-    said = [job.said(rank).split() for rank in range(3)]
-    assert [words[0] for words in said] == ["0", "1", "2"]
-    assert said[0][1:] == said[1][1:] == said[2][1:]
-    assert said[0][1:3] == ["3", "127.0.0.1"]
-    assert said[0][4:] == ["x"]
-
-
-def test_when_a_rank_fails_the_others_are_ended_and_the_last_words_of_all_are_there(tmp_path: Path) -> None:
-    path = script(tmp_path, "sys.exit('no luck') if rank == 1 else time.sleep(600)")
-    job = ranks.Job("job", path, [], world=2, logs=tmp_path)
-    with pytest.raises(ranks.JobFailed, match="rank 1 ended with 1"), job:
-        job.wait(60)
-    assert is_gone(job)
-    assert job.last_words() == "job, rank 0:\n    (nothing)\njob, rank 1:\n    no luck"
-
-
-def test_a_killed_rank_is_gone_and_those_that_linger_are_named(tmp_path: Path) -> None:
-    path = script(tmp_path, "print('up', flush=True); rank or sys.exit(3); time.sleep(600)")
-    with ranks.Job("job", path, [], world=3, logs=tmp_path) as job:
-        while not all(job.said(rank) for rank in range(3)):
-            assert all(process.poll() in (None, 3) for process in job.processes)
-        job.kill(2)
-        assert job.end(grace_s=0.5) == [1]
-    assert [process.returncode for process in job.processes] == [3, -9, -9]
-    for process in job.processes:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process.pid, 0)
-
-
-AGENT = (
-    "import subprocess\n"
-    "command = [sys.executable, '-c', 'import time; time.sleep(600)', 'reknit.engine.background.agent']\n"
-    "agent = subprocess.Popen(command, start_new_session=True)\n"
-    "print(agent.pid, flush=True)\n"
-    "time.sleep(600)\n"
-)
-
-
-def agents(job: Any, world: int) -> list[int]:
-    while not all(job.said(rank).endswith("\n") for rank in range(world)):
-        assert all(process.poll() is None for process in job.processes)
-    return [int(job.said(rank)) for rank in range(world)]
-
-
-def runs(pid: int) -> bool:
-    try:
-        return b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def test_killed_ranks_leave_their_agents_until_the_block_ends(tmp_path: Path) -> None:
-    with ranks.Job("job", script(tmp_path, AGENT), [], world=2, logs=tmp_path) as job:
-        pids = agents(job, 2)
-        job.kill(0, 1)
-        job.end(grace_s=10)
-        assert [runs(pid) for pid in pids] == [True, True]
-        with pytest.raises(ranks.JobFailed, match="agents still run"):
-            job.wait_for_agents(0.1)
-    job.wait_for_agents(30)
-    assert [runs(pid) for pid in pids] == [False, False]
-
-
-# the store that stands still
-
-
-def test_no_file_is_begun_in_a_folder_that_is_held(tmp_path: Path) -> None:
-    hold = tmp_path / "step.hold"
-    hold.touch()
-    folder = held_store.open_held(f"held://{tmp_path / 'step'}", "process")
-    thread = threading.Thread(target=lambda: folder.create("file", 0).finish())
-    thread.start()
-    thread.join(0.1)
-    assert thread.is_alive()
-    assert not (tmp_path / "step").exists()
-    hold.unlink()
-    thread.join()
-    assert (tmp_path / "step" / "file").exists()
-
-
 # the table and the exit status
-
-
-def test_the_whole_lines_of_a_journal_are_read_as_they_were_written(tmp_path: Path) -> None:
-    assert journal.read_journal(tmp_path / "none").losses == {}
-    records: list[dict[str, Any]] = [
-        {"loaded": "x", "step": 4, "notes": {"rng": "left"}, "resharded": 2},
-        {"step": 5, "loss": 0.1 + 0.2},
-        {"fingerprint": "f"},
-    ]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "j").write_text(lines + '{"step": 6, "lo')
-    found = journal.read_journal(tmp_path / "j")
-    assert (found.loaded, found.losses, found.fingerprint) == (records[0], {5: 0.1 + 0.2}, "f")
 
 
 def test_the_exit_status_tells_whether_all_is_true_and_the_logs_of_a_part_that_is_not_are_shown(
@@ -288,9 +142,14 @@ def test_the_checkpoint_is_kept_and_the_commands_that_are_shown_work(
     assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["weight"], torch.full((2,), 2.0))
 
 
-def test_the_parts_that_lose_ranks_wait_for_slow_agents(tmp_path: Path) -> None:
-    demo = parts.Demo(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "delay").write_text("1.0")  # longer than the steps until a rank is lost
+@at_night("a rank is lost in tests/examples/test_restart.py by day")
+@pytest.mark.timeout(600)
+def test_all_is_true_also_where_agents_are_slow(tmp_path: Path) -> None:
+    every, slow = tmp_path / "all", tmp_path / "slow"
+    every.mkdir()
+    (slow / "run").mkdir(parents=True)
+    assert run.run(every) == 0
+    demo = parts.Demo(slow)
+    (slow / "run" / "delay").write_text("1.0")  # longer than the steps until a rank is lost
     demo.lost_rank()
     assert [check for check in demo.checks if not check.ok] == []

@@ -10,12 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 import reknit
 from tests.ranks import Died, run
-from tests.running.examples import is_night
+from tests.running.examples import at_night
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "restart.py"
 
@@ -50,9 +49,8 @@ def test_it_goes_on_where_it_was_and_loses_nothing(tmp_path: Path) -> None:
     assert [step.step for step in reknit.steps(died)] == [15, 20]
 
 
+@at_night("five processes import torch, one after another; the test above has the rest")
 def test_torchrun_starts_it_again(tmp_path: Path) -> None:
-    if not is_night():
-        pytest.skip("five processes import torch, one after another; the test above has the rest")
     options = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *options, str(EXAMPLE)]
     ends = []

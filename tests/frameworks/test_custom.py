@@ -16,7 +16,6 @@ from reknit.errors import StateError, UsageError
 from reknit.frameworks import custom
 from reknit.frameworks.custom import Held, Value, register_framework, registered
 from reknit.frameworks.registry import collect
-from reknit.types.box import Box
 from tests.frameworks.checkpoint import Checkpoint, load, save
 from tests.tables import table
 
@@ -124,11 +123,6 @@ def test_boxes_values_levels_and_a_value_that_is_itself_a_tensor() -> None:
     load({"bag": target}, checkpoint)
     assert np.array_equal(fresh, rows)
     assert target.restored == [([target.things[0]], {"step": 3, "history": [1, (2, {"a": None})]})]
-
-
-def test_custom_values_inside_containers_keep_their_key_paths() -> None:
-    state = {"model": {"tables": [Bag([Value("n", 1)]), Bag([Value("n", 2)])]}}
-    assert {blob.fqn: blob.value for blob in collect(state, 0, 1).blobs} == {"tables/0/n": 1, "tables/1/n": 2}
 
 
 WRONG: dict[str, tuple[list[Any], str]] = {
@@ -334,13 +328,3 @@ def test_objects_of_a_framework_that_cannot_be_loaded_are_refused_and_no_others(
         assert caught.value.remedy
     (line,) = caplog.messages
     assert "acme-bags" in line
-
-
-def test_a_box_of_a_rank_is_told_its_place_in_the_world() -> None:
-    class Ranked(Bags):
-        def holdings(self, value: Bag, rank: int, size: int) -> list[Any]:
-            return [Held("w", (size,), "float64", (rank,), (1,), np.full(1, float(rank)))]
-
-    with registered(Ranked()):
-        shard = collect({"bag": Bag()}, 2, 5).shards[0]
-    assert (shard.box, shard.spec.shape) == (Box((2,), (1,)), (5,))

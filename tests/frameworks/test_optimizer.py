@@ -337,17 +337,6 @@ def test_a_stale_state_of_a_dropped_parameter_is_not_saved() -> None:
     assert ("o", "state/2.bias/exp_avg") not in save({"m": model, "o": optimizer}).tensors
 
 
-def test_states_in_lower_precision_than_the_parameter_keep_their_own() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].bfloat16()
-    fresh = torch.optim.AdamW(model.parameters())
-    load({"m": model, "o": fresh}, save({"m": model, "o": optimizer}))
-    assert {state["exp_avg"].dtype for state in fresh.state.values()} == {torch.bfloat16}
-
-
 def _two_groups(*rates: float) -> dict[str, Any]:
     model = nn.ParameterList([torch.ones(2), torch.ones(2)])
     groups: list[dict[str, Any]] = [{"params": [parameter]} for parameter in model]

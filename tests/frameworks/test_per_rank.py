@@ -79,41 +79,6 @@ def test_the_random_state_of_other_ranks_is_left_alone_and_noted() -> None:
     assert drawn() == expected
 
 
-class Sampler:
-    def __init__(self, seen: int) -> None:
-        self.seen = seen
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "buffer": torch.full((2,), self.seen)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
-        assert state["buffer"].tolist() == [self.seen] * 2
-
-
-def test_objects_and_values_of_a_rank_come_back_to_it() -> None:
-    def make(rank: int) -> dict[str, Any]:
-        return {
-            "data": {
-                "sampler": PerRank(Sampler(rank)),
-                "list": PerRank([rank, [rank]]),
-                "array": PerRank(np.full(2, rank)),
-                "tensor": PerRank(torch.full((2,), rank)),
-                "number": PerRank(rank),
-            }
-        }
-
-    checkpoint = save_as(2, make)
-    assert not checkpoint.tensors
-    target = make(7)
-    data = target["data"]
-    live = [data[name].value for name in ("list", "array", "tensor")]
-    fill(wanted(target, checkpoint.catalog(), 1, 2), checkpoint)
-    assert data["sampler"].value.seen == 1
-    assert [v.tolist() if hasattr(v, "tolist") else v for v in live] == [[1, [1]], [1, 1], [1, 1]]
-    assert data["number"].value == 1
-
-
 def test_given_coordinates_have_to_be_as_many_as_the_ranks() -> None:
     def make(rank: int) -> dict[str, Any]:
         return {"a": PerRank(rank, coordinate={"host": rank})}

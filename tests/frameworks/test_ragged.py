@@ -168,11 +168,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], tu
     return {case: (root / str(case), run(case[0], save, str(root / str(case)), case[1])) for case in cases}
 
 
-@table("case", [(3, False), (4, True)])
-def test_ragged_shards_of_all_ranks_make_the_whole(case: tuple[int, bool], saved: dict[Any, Any]) -> None:
-    assert_is_the_whole(assemble(saved[case][1]))
-
-
 def test_a_ragged_checkpoint_loads_into_one_process(saved: dict[Any, Any]) -> None:
     for folder, _ in saved.values():
         net, optimizer = build(1, 1, flat=False)

@@ -41,14 +41,6 @@ class Keeper:
         self.loads += 1
 
 
-def test_tensors_of_a_state_are_tensors_of_the_checkpoint() -> None:
-    held = collect({"ema": Keeper({"shadow": {"w": torch.ones(3)}, "decay": 0.9})}, 0, 1)
-    assert [(s.fqn, s.spec.shape) for s in held.shards] == [("shadow/w", (3,))]
-    assert [(b.fqn, b.value) for b in held.blobs] == [
-        ("~s", {"shadow": {"w": Tagged("tensor", {"library": "torch", "path": "shadow/w"})}, "decay": 0.9})
-    ]
-
-
 def test_memory_that_an_object_shares_is_not_written_through() -> None:
     model = nn.Linear(2, 2)
     shadow = Keeper({"w": model.weight})  # not averaged yet: still the model's own memory
@@ -84,13 +76,6 @@ def test_a_placeholder_that_names_no_tensor_is_a_format_error(hostile: Any) -> N
     checkpoint.shared["k", "~s"] = [Tagged("tensor", hostile)]
     with pytest.raises(FormatError):
         wanted({"k": Keeper(None)}, checkpoint.catalog(), 0, 1)
-
-
-def test_a_user_s_key_cannot_look_like_a_state() -> None:
-    state = {"i": {"~s": 1, "k": Keeper({"~s": torch.ones(1)})}}
-    held = collect(state, 0, 1)
-    assert {b.fqn for b in held.blobs} == {"~0s", "k/~s"}
-    assert [s.fqn for s in held.shards] == ["k/~0s"]
 
 
 class Counted(Keeper):

@@ -171,6 +171,11 @@ def until(made: Any, step: int, **options: Any) -> None:
     raise AssertionError("nothing stopped the run")
 
 
+def _end_workers_soon() -> None:
+    """Let loaders wait 0.2 s, not 5 s, for workers that have not looked at their queue yet."""
+    vars(torch.utils.data._utils)["MP_STATUS_CHECK_INTERVAL"] = 0.2
+
+
 def differing_alone(folder: str, stops: dict[str, tuple[int, ...]]) -> list[str]:
     """Do the same in a process that no launcher has started, which needs no group."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -180,6 +185,7 @@ def differing_alone(folder: str, stops: dict[str, tuple[int, ...]]) -> list[str]
 
 def differing(folder: str, stops: dict[str, tuple[int, ...]]) -> list[str]:
     """Return the kinds and stops with which a resumed run takes other samples, or ends with other bits."""
+    _end_workers_soon()
     found = []
     for kind, steps in stops.items():
         whole, order = trainer(f"{folder}/{kind}", kind)

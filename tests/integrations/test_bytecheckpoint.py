@@ -21,7 +21,6 @@ from reknit.errors import MismatchError, UsageError
 from reknit.integrations.bytecheckpoint import script as bcp
 from tests.faults.nursery import wait_until
 from tests.integrations.random_death import death
-from tests.optional import needs
 from tests.ranks import Died, run
 from tests.running.examples import is_night
 
@@ -94,59 +93,6 @@ def test_a_killed_run_goes_on_from_the_newest_committed_step(
     assert run(3, trained, str(other), framework) == [step, step, step]
     for name, tensor in contents(other / f"global_step_{STEPS}").items():
         assert tensor.shape == expected[name].shape
-
-
-def job_of(kind: str, world: int, *, other: bool) -> tuple[dict[str, Any], Any]:
-    """Return the state of a job of Megatron-Core or veScale, and a function that returns its whole state."""
-    if kind == "megatron":
-        from tests.megatron import gpt, truth
-        from tests.megatron.layouts import Layout
-
-        layout = Layout(2, pp=2, layers=4) if other else Layout(2, tp=2, layers=4)
-        trained = gpt.build(layout, steps=0 if other else 1, seed=int(other))
-        return trained.state(), partial(truth.truth, trained)
-    from tests.vescale import jobs
-
-    job = jobs.build(*((world, 1) if other else (1, world)), int(other))
-    if not other:
-        jobs.train(job)
-    return job.state(), partial(jobs.truth, job)
-
-
-def save_job(root: str, kind: str) -> None:
-    state, truth = job_of(kind, 2, other=False)
-    state["extra_state"] = {"rank": dist.get_rank()}
-    bcp.save(root, state, framework=kind, global_steps=4)
-    whole = truth()
-    if dist.get_rank() == 0:
-        torch.save(whole, f"{root}/truth")
-
-
-def load_job(root: str, kind: str) -> tuple[list[str], Any]:
-    state, truth = job_of(kind, 2, other=True)
-    state["extra_state"] = {}
-    bcp.load(f"{root}/global_step_4", state, framework=kind)
-    expected, found = torch.load(f"{root}/truth", weights_only=False), truth()
-    if kind == "megatron":
-        from tests.megatron.jobs import compare
-
-        return compare(expected, found), state["extra_state"]
-    both = expected.keys() | found.keys()
-    wrong = [name for name in both if not torch.equal(expected[name], found[name])]
-    return wrong, state["extra_state"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("megatron", marks=needs("megatron", "Megatron-Core")),
-        pytest.param("vescale", marks=[needs("vescale", "veScale"), needs("mmh3", "mmh3 of veScale")]),
-    ],
-)
-def test_the_frameworks_of_the_papers_change_their_layout(tmp_path: Path, kind: str) -> None:
-    run(2, save_job, str(tmp_path), kind, warm=kind)
-    answers = run(2, load_job, str(tmp_path), kind, warm=kind)
-    assert answers == [([], {"rank": 0}), ([], {"rank": 1})]
 
 
 def extra_of(folder: str, *, save: bool) -> Any:

@@ -32,7 +32,7 @@ from reknit.integrations import dcp as reknit_dcp
 from reknit.integrations.dcp import Reader, Writer
 from tests.integrations.random_death import death
 from tests.ranks import run
-from tests.running.examples import is_night
+from tests.running.examples import at_night, is_night
 from tests.torchrun import pieces
 from tests.torchrun.models import build, state, train_step, truth
 
@@ -548,6 +548,7 @@ def _train(root: str, layout: str, steps: int, seed: int | None) -> Any:
     return newest, truth(trained)
 
 
+@at_night("runs of transformers, ByteCheckpoint and Ray die by day")
 def test_a_run_that_is_killed_resumes_from_the_newest_committed_step(tmp_path: Path) -> None:
     whole, root = str(tmp_path / "whole"), str(tmp_path / "root")
     expected = run(2, _train, whole, "fsdp2-2", 6, None)[0][1]

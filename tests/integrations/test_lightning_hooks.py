@@ -90,13 +90,13 @@ def resumed(
 @pytest.mark.parametrize(
     ("kind", "stops"),
     [
-        ("ema", (4, 6, 12)),
-        ("late ema", (4, 8)),
-        ("ema of epochs", (4, 8)),
-        ("average", (6, 8)),
-        ("swa", (2, 4, 6, 8, 12)),
-        ("backbone", (2, 4, 6, 8)),
-        ("own finetuning", (4, 6, 8, 9)),
+        ("ema", (4, 6)),
+        ("late ema", (4,)),
+        ("ema of epochs", (4,)),
+        ("average", (6,)),
+        ("swa", (4, 6, 8)),
+        ("backbone", (2, 4, 6)),
+        ("own finetuning", (4, 6, 9)),
     ],
 )
 def test_a_run_with_callbacks_resumes_exactly_anywhere(

@@ -25,7 +25,7 @@ pytestmark = needs("torchft", "torchft")
 run = partial(ranks.run, warm="torchft")
 
 PATIENCE = timedelta(seconds=20)
-STEPS = 60
+STEPS = 30
 OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
 
 

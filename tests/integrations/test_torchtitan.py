@@ -85,6 +85,19 @@ def _train(
     return loaded[0], _truth(trainer)
 
 
+def _resumed(folder: str) -> None:
+    expected = _train(f"{folder}/whole", 4, {})[1]
+    _train(f"{folder}/cut", 2, {})
+    loaded, found = _train(f"{folder}/cut", 4, {})
+    assert loaded == 2
+    _require_equal(expected, found)
+
+
+@TITAN
+def test_a_run_resumes_bitwise(tmp_path: Path) -> None:
+    run_titan(1, _resumed, str(tmp_path))
+
+
 @TITAN
 @pytest.mark.parametrize(
     ("ranks", "parallel", "fewer", "other"),
@@ -113,10 +126,9 @@ def test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks(
 @pytest.mark.skipif(not OWN.exists(), reason="torchtitan's environment is not there; scripts/setup makes it")
 @pytest.mark.skipif(find_spec("torchtitan") is not None, reason="the tests run in torchtitan's environment")
 @pytest.mark.timeout(600)
-def test_a_killed_run_resumes_in_the_environment_of_torchtitan(tmp_path: Path) -> None:
-    test = "tests/integrations/test_torchtitan.py::" + (
-        "test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks[2-1]"
-    )
+def test_a_run_resumes_in_the_environment_of_torchtitan(tmp_path: Path) -> None:
+    """At night, all tests of this file run there."""
+    test = "tests/integrations/test_torchtitan.py::test_a_run_resumes_bitwise"
     ran = subprocess.run(
         [str(OWN), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'own'}", test],
         cwd=ROOT,

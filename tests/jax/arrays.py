@@ -74,39 +74,16 @@ def check_every_dtype_comes_back_bit_for_bit(folder: str) -> None:
             assert np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes(), name
 
 
-def check_other_dtypes_are_refused_by_name(folder: str) -> None:
-    for name in REFUSED:
-        array = jnp.zeros(4, name)
-        raises(
-            StateError,
-            f"a/x is an array of dtype {name}",
-            lambda a=array: reknit.save(folder, {"a": {"x": a}}),
-        )
-
-
-def check_the_remedy_for_other_dtypes_keeps_all_bits(folder: str) -> None:
+def check_other_dtypes_are_refused_with_a_remedy_that_keeps_all_bits(folder: str) -> None:
     for name in REFUSED:
         array = jnp.asarray([0, 1, 1, 0], name)
-        with pytest.raises(StateError) as caught:
+        with pytest.raises(StateError, match=f"a/x is an array of dtype {name}") as caught:
             reknit.save(folder, {"a": {"x": array}})
         saves, *loads = re.findall(r"\.(?:astype|view)\('\w+'\)", str(caught.value.remedy))
         kept = eval(f"np.asarray(array){saves}")
         found = eval(f"kept{loads[0]}" if loads else f"kept.view('{name}')")
         assert np.asarray(found).tobytes() == np.asarray(array).tobytes()
         reknit.save(folder, {"a": {"x": jnp.asarray(kept)}}, overwrite=True)
-
-
-def check_shards_are_distinct_boxes_of_the_live_memory(folder: str) -> None:
-    array = put(np.arange(32.0, dtype=np.float32).reshape(8, 4), "x", None)
-    held = registry.collect({"a": array, "s": jnp.float32(1), "z": put(np.zeros((0, 4)), None, "y")}, 0, 1)
-    boxes: dict[str, list[str]] = {shard.item: [] for shard in held.shards}
-    for shard in held.shards:
-        boxes[shard.item].append(str(shard.box))
-        assert shard.replicas == (0,)
-    assert boxes == {"a": ["[0:4,0:4]", "[4:8,0:4]"], "s": ["[]"], "z": ["[0:0,0:2]", "[0:0,2:4]"]}
-    pointers = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-    assert all(shard.data.ctypes.data in pointers for shard in held.shards if shard.item == "a")
-    assert all(shard.replicas is None for shard in registry.collect({"a": array}, 0, 2).shards)
 
 
 def check_every_sharding_loads_into_every_other(folder: str) -> None:

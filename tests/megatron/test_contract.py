@@ -12,10 +12,9 @@ import torch.distributed as dist
 import reknit
 from reknit.errors import CommitError, StateError
 from reknit.frameworks.registry import collect
-from reknit.frameworks.walk.walk import Place, World
+from reknit.frameworks.walk.walk import Place
 from reknit.integrations.megatron import flat_states, model, private
 from reknit.integrations.megatron import sharded as dist_checkpointing
-from reknit.types.box import Box
 from tests import ranks
 from tests.devices import run_simulated
 from tests.frameworks.checkpoint import Checkpoint, assemble, load, portable
@@ -39,77 +38,6 @@ HERE = Place("model")
 def each(check: Callable[[Layout], None], layouts: list[Layout]) -> None:
     for layout in layouts:
         check(layout)
-
-
-def ranges(layout: Layout) -> None:
-    """Check that the ranges of a distributed optimizer are elements of the parameter, in its own order."""
-    from tests.megatron import gpt
-
-    trained = gpt.build(layout)
-    covered: dict[int, int] = {}
-    precisions: set[bool] = set()
-    for optimizer in private.chained(trained.optimizer, HERE):
-        for work in flat_states.working(optimizer, HERE):
-            mine = work.parameter.detach().reshape(-1)[work.start : work.start + work.numel]
-            assert torch.equal(work.main.detach().reshape(-1).to(mine.dtype), mine)
-            assert work.exact == (work.parameter.dtype == torch.bfloat16)
-            precisions.add(work.exact)
-            assert work.main.numel() == work.numel
-            states = work.inner.state[work.main]
-            assert states.keys() == {"exp_avg", "exp_avg_sq"}
-            assert all(state.shape == work.main.shape for state in states.values())
-            assert work.group["step"] == 2
-            assert any(work.main is main for main in work.group["params"])
-            assert private.counts_in_group(work.inner)
-            covered[id(work.parameter)] = covered.get(id(work.parameter), 0) + work.numel
-    parameters = [p for chunk in trained.chunks for p in chunk.parameters()]
-    held = torch.tensor([covered.get(id(p), 0) for p in parameters])
-    if layout.distributed:
-        dist.all_reduce(held)
-    assert held.tolist() == [p.numel() for p in parameters]
-    assert precisions == ({True, False} if layout.mixed else {layout.bf16})
-
-
-def test_ranges_of_optimizers_are_elements_of_the_parameters() -> None:
-    layouts = [
-        Layout(2, bf16=bf16, mixed=mixed, distributed=distributed, bucket=2000, layers=2)
-        for bf16, mixed in ((False, False), (True, False), (True, True))
-        for distributed in (False, True)
-    ]
-    run(2, each, ranges, layouts)
-
-
-def groups(layout: Layout) -> None:
-    """Check that exactly the ranks of a replica set have the same part of a parameter."""
-    from tests.megatron import gpt
-
-    trained = gpt.build(layout, steps=0)
-    world = World(dist.get_rank(), dist.get_world_size(), tuple(range(dist.get_world_size())))
-    ours = private.groups(world)
-    mine = {}
-    for chunk in trained.chunks:
-        for _, sharded in private.described(chunk, HERE):
-            if dist_checkpointing.is_tensor(sharded):
-                for one in model.held(sharded, HERE):
-                    boxes = tuple(box for box, _ in one.part.held)
-                    mine[one.name, boxes] = ours.copies(expert=one.expert, whole=one.whole)
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, mine)
-    for key, said in mine.items():
-        having = tuple(rank for rank, theirs in enumerate(everyone) if key in theirs)
-        if "word_embeddings" not in key[0]:  # tied ones are on two stages, and saved from the first
-            assert said == having, key
-
-
-def test_ranks_that_are_said_to_hold_the_same_do() -> None:
-    layouts = [
-        Layout(4, tp=2, layers=2),
-        Layout(4, cp=2, layers=2),
-        Layout(4, tp=2, pp=2, layers=2),
-        Layout(4, experts=4, ep=2, etp=2, layers=2),
-        Layout(4, experts=4, ep=2, pp=2, layers=2),
-    ]
-    run(4, each, groups, layouts)
 
 
 def transposing_factory() -> list[tuple[str, FlatPart]]:
@@ -275,27 +203,6 @@ def objects_that_lack_main_copies(root: str) -> None:
 
 def test_an_object_without_a_main_copy_fails_the_save(tmp_path: Path) -> None:
     run(2, objects_that_lack_main_copies, str(tmp_path))
-
-
-def two_boxes(layout: Layout) -> list[tuple[Box, Box]]:
-    from tests.megatron import gpt
-
-    trained = gpt.build(layout, steps=0)
-    for key, sharded in private.described(trained.chunks[0], HERE):
-        if key == "decoder.layers.0.mlp.linear_fc1.weight":
-            (one,) = model.held(sharded, HERE)
-            assert one.part.shape == (56, 24)
-            return list(one.part.held)
-    raise AssertionError("no such tensor")
-
-
-def test_a_gated_layer_is_two_boxes_side_by_side_in_memory() -> None:
-    found = run(2, two_boxes, Layout(2, tp=2, layers=1))
-    for rank, held in enumerate(found):
-        assert held == [
-            (Box((14 * rank, 0), (14, 24)), Box((0, 0), (14, 24))),
-            (Box((28 + 14 * rank, 0), (14, 24)), Box((14, 0), (14, 24))),
-        ]
 
 
 def hold(layout: Layout, steps: int) -> Any:

@@ -13,6 +13,7 @@ from tests import ranks
 from tests.integrations.hugging_face import tiny
 from tests.megatron import family_jobs
 from tests.megatron.layouts import Layout
+from tests.running.examples import thinned
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,13 +23,15 @@ TOLERANCE = 2e-5
 
 Root = tuple["Path", dict[str, Any]]
 
+FAMILIES = thinned(tiny.FAMILIES, 2)
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     """Return a folder with a checkpoint of each family from each library, and the logits of Megatron."""
     folder = tmp_path_factory.mktemp("families")
     configs = {}
-    for kind in tiny.FAMILIES:
+    for kind in FAMILIES:
         model = tiny.build(kind, seed=4)
         reknit.save(folder / f"{kind}-hugging_face", {"model": model})
         configs[kind] = model.config.to_dict()
@@ -45,7 +48,7 @@ def load_from_megatron(path: Path, kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", tiny.FAMILIES)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_has_equal_logits_in_both_directions(kind: str, root: Root) -> None:
     folder, answers = root
     if isinstance(answers[kind], str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ def examples(number: int) -> int:
 def is_night() -> bool:
     """Return whether there is time for everything."""
     return settings().max_examples > USUAL
+
+
+def at_night(instead: str) -> pytest.MarkDecorator:
+    """Return the mark of a long test that runs at night, where `instead` names the tests of the day."""
+    return pytest.mark.skipif(not is_night(), reason=f"at night: {instead}")
 
 
 def some(cases: Iterable[T]) -> list[T]:

@@ -17,6 +17,7 @@ import reknit
 from tests.engine.watched import Watched
 from tests.faults.nursery import agents_of, wait_until
 from tests.ranks import run
+from tests.running.examples import is_night
 from tests.torchrun import models
 from tests.torchrun.test_matrix import same
 
@@ -56,7 +57,7 @@ def load_back(layout: str, root: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "stage"), [("fsdp2-2", "eager"), ("ddp-2", "lazy"), ("fsdp2xtp-2x2", "lazy")]
+    ("layout", "stage"), [("fsdp2-2", "eager"), ("ddp-2", "lazy"), *[("fsdp2xtp-2x2", "lazy")] * is_night()]
 )
 def test_training_goes_on_while_the_state_of_each_save_is_stored(
     tmp_path: Path, layout: str, stage: str

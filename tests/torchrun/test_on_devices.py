@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import reknit
 from reknit.engine.background import snapshot
-from tests.accelerator.test_accelerator_training import joined
+from tests.accelerator.group import joined
 from tests.devices import run_simulated
 from tests.running.examples import is_night
 from tests.torchrun import models
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 LIMIT_S = 100.0
 NUM_SEEDS = 200 if is_night() else 2
 STAGES = ("eager", "lazy")
-TWO_RANKS = ("ddp-2", "fsdp1full-2", "fsdp2-2", "tp-2")
-FOUR_RANKS = ("pp-2xfsdp2-2",)
+RANKS: tuple[tuple[str, ...], ...] = (("ddp-2", "fsdp2-2"),)
+if is_night():
+    RANKS = (("ddp-2", "fsdp1full-2", "fsdp2-2", "tp-2"), ("pp-2xfsdp2-2",))
 
 
 def memory(trained: models.Trained) -> dict[str, torch.Tensor]:
@@ -154,7 +155,7 @@ def loaded(target: models.Trained, path: str, pending: Any, expected: dict[str, 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("layouts", "device_type"),
-    [(layouts, kind) for kind in ("cuda", "sim")[: 1 + is_night()] for layouts in (TWO_RANKS, FOUR_RANKS)],
+    [(layouts, kind) for kind in ("cuda", "sim")[: 1 + is_night()] for layouts in RANKS],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
 def test_what_is_overwritten_at_once_after_a_save_is_stored_as_it_was(

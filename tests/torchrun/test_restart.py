@@ -6,10 +6,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import pytest
-
 import reknit
-from tests.running.examples import is_night
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,13 +49,10 @@ dist.destroy_process_group()
 """
 
 
+@at_night("five processes import torch, one after another; tests/faults/test_restart.py has the rest")
 def test_a_run_that_torchrun_starts_again_goes_on_from_what_agents_of_the_dead_one_commit(
     tmp_path: Path,
 ) -> None:
-    if not is_night():
-        pytest.skip(
-            "five processes import torch, one after another; tests/faults/test_restart.py has the rest"
-        )
     script, root = tmp_path / "train.py", tmp_path / "steps"
     script.write_text(TRAIN)
     options = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]

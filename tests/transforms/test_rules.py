@@ -82,16 +82,6 @@ def test_names_may_change_places() -> None:
     assert (read(rules, saved, "b.x") == saved["a.x"]).all()
 
 
-def test_grouped_attention_is_taken_apart_group_by_group() -> None:
-    groups, per_group, head = 3, 2, 4
-    fused = numbered(groups * (per_group + 2) * head, 5)
-    rules = [t.split("qkv", ["q", "k", "v"], parts=(per_group, 1, 1), repeat=groups)]
-    by_group = fused.reshape(groups, per_group + 2, head, 5)
-    assert (read(rules, {"qkv": fused}, "q") == by_group[:, :per_group].reshape(-1, 5)).all()
-    assert (read(rules, {"qkv": fused}, "k") == by_group[:, per_group].reshape(-1, 5)).all()
-    assert (read(rules, {"qkv": fused}, "v") == by_group[:, per_group + 1].reshape(-1, 5)).all()
-
-
 def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
     saved = {f"e.{n}.w": numbered(2, 3, first=6 * n) for n in range(12)}
     rules = [t.stack("e.{n}.w", "w", over="n", dim=1)]

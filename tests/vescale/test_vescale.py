@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import reknit
 from reknit.errors import StateError
@@ -67,41 +65,6 @@ def differing(found: dict[str, Any], true: dict[str, Any]) -> list[str]:
     return sorted({*wrong, *(found.keys() ^ true.keys())})
 
 
-@table("name", SAVED)
-def test_what_all_ranks_hold_is_what_vescale_says_of_its_pieces(
-    name: str, saved: tuple[str, list[dict[str, Any]]]
-) -> None:
-    _, answers = saved
-    checkpoint = assemble([answer[name][0] for answer in answers])
-    true = dict(answers[0][name][1])
-    if name == "bf16 alone":
-        # The optimizer steps a copy of the parameter in its own precision, without masters.
-        true = {key: value for key, value in true.items() if not key.endswith("/master")}
-    assert differing({f"{item}/{fqn}": t for (item, fqn), t in checkpoint.tensors.items()}, true) == []
-    assert any(key.endswith("/master") for key in true) == (name == "bf16 with masters")
-
-
-def test_ranges_that_end_in_the_middle_of_a_row_of_a_tensor_parallel_box_become_boxes(
-    saved: tuple[str, list[dict[str, Any]]],
-) -> None:
-    holdings = saved[1][3]["fp32"][0]
-    boxes = [str(s.box) for s in holdings.shards if s.fqn == "state/down.weight/exp_avg"]
-    assert boxes == ["[7:8,9:10]", "[8:14,5:10]"]
-
-
-def test_the_options_of_both_groups_are_saved_under_their_parameters(
-    saved: tuple[str, list[dict[str, Any]]],
-) -> None:
-    for name in ("fp32", "one group"):
-        shared = assemble([answer[name][0] for answer in saved[1]]).shared
-        assert {fqn for item, fqn in shared if item == "optimizer"} == {
-            f"param_groups/{parameter}" for parameter, _ in jobs.Net(0).named_parameters()
-        }
-        other = 3e-3 if name == "fp32" else 1e-2
-        assert shared["optimizer", "param_groups/down.weight"]["lr"] == 1e-2
-        assert shared["optimizer", "param_groups/norm.bias"]["lr"] == other
-
-
 def load_vescale(root: str, layouts: list[tuple[int, int]]) -> list[tuple[str, Any, Any, list[float]]]:
     """Load every checkpoint into fresh jobs of each layout, and return the differences and two losses."""
     answers = []
@@ -156,24 +119,6 @@ def in_fp32(true: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         master = true.get(f"optimizer/state/{key.removeprefix('model/')}/master")
         found[key] = value if master is None else master
     return found
-
-
-def load_fsdp2(root: str) -> list[dict[str, torch.Tensor]]:
-    answers = []
-    for name in ("fp32", "bf16 with masters"):
-        model = jobs.Net(1)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        optimizer = torch.optim.AdamW(jobs.groups(model), lr=1.0)
-        assert not reknit.load(f"{root}/{name}", {"model": model, "optimizer": optimizer}).missing
-        answers.append(plain(model, optimizer))
-    return answers
-
-
-def test_a_checkpoint_loads_into_fsdp2(saved: tuple[str, list[dict[str, Any]]]) -> None:
-    root, answers = saved
-    for found in run(2, load_fsdp2, root):
-        assert differing(found[0], answers[0]["fp32"][1]) == []
-        assert differing(found[1], in_fp32(answers[0]["bf16 with masters"][1])) == []
 
 
 def load_plain_into_vescale(root: str) -> dict[str, dict[str, torch.Tensor]]:

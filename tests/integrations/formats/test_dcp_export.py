@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
 from reknit.integrations.dcp import export as dcp_export
@@ -100,21 +97,6 @@ def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest
     assert len(list((tmp_path / "out").glob("*.distcp"))) > 5
     found = loaded(tmp_path / "out", {"model.w": torch.empty(50, 301, dtype=torch.float64)})
     assert np.array_equal(found["model.w"].numpy(), array)
-
-
-def columns_of(path: str) -> list[Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = {"model.w": distribute_tensor(torch.zeros(50, 301, dtype=torch.float64), mesh, [Shard(1)])}
-    dcp.load(tensors, checkpoint_id=path)
-    return [tensors["model.w"].full_tensor().numpy()]
-
-
-def test_another_layout_loads_its_parts(tmp_path: Path) -> None:
-    array = np.random.default_rng(0).standard_normal((50, 301))
-    save_in_boxes(tmp_path / "c", {"w": array}, {"w": columns((50, 301), 7)})
-    export_dcp(tmp_path / "c", tmp_path / "out")
-    for (found,) in run(3, columns_of, str(tmp_path / "out")):
-        assert np.array_equal(found, array)
 
 
 def killed(source: str, out: str) -> None:

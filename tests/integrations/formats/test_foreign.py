@@ -237,28 +237,6 @@ def test_pipes_folders_and_dead_links_are_not_opened(tmp_path: Path) -> None:
         reknit.open(tmp_path / "pipe.pt")
 
 
-def test_a_pickle_is_never_run(tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(canary),)
-
-    (tmp_path / "dcp").mkdir()
-    torch.save({"x": Evil()}, tmp_path / "model.pt")
-    (tmp_path / "dcp" / ".metadata").write_bytes(
-        b"\x80\x04\x95"
-        + bytes(8)
-        + b"\x8c\x25torch.distributed.checkpoint.metadata"
-        + b"\0" * 9
-        + (tmp_path / "model.pt").read_bytes()
-    )
-    for name in ("model.pt", "dcp"):
-        with pytest.raises(FormatError, match=r"posix\.mkdir|the opcode 0"):
-            reknit.open(tmp_path / name)
-    assert not canary.exists()
-
-
 def test_a_look_reads_a_few_thousand_bytes_and_no_more(tmp_path: Path) -> None:
     places = saved_by_others(tmp_path)
     with (tmp_path / "new.pt").open("ab") as file:

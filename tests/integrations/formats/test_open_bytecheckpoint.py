@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import reknit
-from reknit.engine.stored.hints import foreign
 from reknit.errors import CorruptError
-from reknit.storage.registry import open_storage
 from tests.running.cases import one_by_one
 
 SAVED = Path(__file__).parent / "bytecheckpoint"
@@ -66,12 +64,6 @@ def test_numbers_of_parameters_are_positions_in_the_groups_of_the_optimizer() ->
     with pytest.raises(reknit.MismatchError, match="numbers its parameters"):
         reknit.load(SAVED / "ddp-norm", {"model": model, "optimizer": torch.optim.AdamW(groups)})
     assert [parameter.flatten()[0].item() for parameter in model.parameters()] == [0, 6, 8, 10]
-
-
-def test_it_is_recognised() -> None:
-    found = foreign(open_storage(SAVED / "ddp"))
-    assert found is not None
-    assert found.kind == "ByteCheckpoint"
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:

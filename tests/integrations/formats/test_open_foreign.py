@@ -158,33 +158,6 @@ def test_a_model_and_its_optimizer_are_loaded_from_dcp(tmp_path: Path) -> None:
         assert same(checkpoint.read("more", "t/0", framework="torch"), torch.ones(2))
 
 
-def test_a_model_and_its_optimizer_are_loaded_from_one_file(tmp_path: Path) -> None:
-    model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    lightning = {
-        "pytorch-lightning_version": "2.6.0",
-        "global_step": 3,
-        "state_dict": model.state_dict(),
-        "optimizer_states": [optimizer.state_dict()],
-    }
-    plain = {
-        "model_state_dict": model.state_dict(),
-        "optimizer_state_dict": optimizer.state_dict(),
-        "step": 3,
-    }
-    for name, saved in (("a.ckpt", lightning), ("a.pt", plain)):
-        torch.save(saved, tmp_path / name)
-        other = torch.nn.Linear(4, 3)
-        empty = torch.optim.Adam(other.parameters())
-        report = reknit.load(tmp_path / name, {"model": other, "optimizer": empty})
-        assert report.step == 3
-        assert same(other.weight.detach(), model.weight.detach())
-        assert empty.param_groups[0]["lr"] == 0.5
-        assert same(empty.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
-
-
 def test_views_parameters_and_values_of_a_file_are_read(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     state = {

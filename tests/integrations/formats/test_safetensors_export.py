@@ -13,15 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import reknit
-from reknit.integrations.hugging_face.export import cut_files, export_hf, plain_name
-from reknit.integrations.hugging_face.safetensors import Stored
-from reknit.types.shard import TensorSpec
+from reknit.integrations.hugging_face.export import export_hf, plain_name
 from tests.integrations.formats.checkpoints import columns, damage, same, save_in_boxes
 
 
@@ -259,16 +255,6 @@ def test_an_overwrite_cut_off_at_any_point_leaves_old_none_or_new(
         if finished:
             break
     assert outcomes == {"old", "none", "new"}
-
-
-@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20), limit=st.integers(1, 40))
-def test_files_keep_the_order_and_the_limit(sizes: list[int], limit: int) -> None:
-    tensors = [Stored(str(k), TensorSpec((size,), "uint8")) for k, size in enumerate(sizes)]
-    files = cut_files(tensors, limit)
-    assert [tensor for file in files for tensor in file] == tensors
-    for file in files:
-        assert file
-        assert len(file) == 1 or sum(tensor.spec.nbytes for tensor in file) <= limit
 
 
 PEAK = """
