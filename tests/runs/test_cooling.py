@@ -16,6 +16,7 @@ from reknit.policies import every, latest
 from reknit.runs import cadence, cooling
 from reknit.storage.registry import register
 from tests.engine.test_moving import expire
+from tests.running.examples import thinned
 from tests.runs.pieces import damage, numbers, saving, state
 from tests.runs.test_at_every_instant import QUICK, SCHEME, life, open_mortal, whole
 from tests.servers import environment, new_url
@@ -127,7 +128,7 @@ def test_a_tier_has_a_cold_store_on_s3(tmp_path: Path, monkeypatch: pytest.Monke
     assert held["model"]["w"][0] == 4.0
 
 
-@pytest.mark.parametrize("seed", range(30, 33))
+@pytest.mark.parametrize("seed", thinned(range(30, 33), 3))
 def test_wherever_a_run_dies_its_steps_load_and_moves_go_on(tmp_path: Path, seed: int) -> None:
     register(SCHEME, open_mortal)
     rng, hot, cold = random.Random(seed), tmp_path / "hot", tmp_path / "cold"

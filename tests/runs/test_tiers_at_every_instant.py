@@ -15,6 +15,7 @@ from reknit.errors import StorageError
 from reknit.policies import latest
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
+from tests.running.examples import thinned
 from tests.runs.pieces import damage, state
 from tests.runs.test_at_every_instant import QUICK, SCHEME, life, open_mortal, whole
 
@@ -63,7 +64,7 @@ def free(root: Path) -> list[int]:
     return [step for step, folder in steps if step is not None and held_by(folder, None) is None]
 
 
-@pytest.mark.parametrize("seed", range(20, 24))
+@pytest.mark.parametrize("seed", thinned(range(20, 24), 4))
 def test_a_whole_step_is_always_there_and_each_tier_catches_up(tmp_path: Path, seed: int) -> None:
     register(SCHEME, open_mortal)
     rng = random.Random(seed)
