@@ -83,7 +83,7 @@ def outcomes(folder: Path) -> dict[str, str]:
     return {name: outcome for outcome, name in found} | {"skipped": " ".join(skipped)}
 
 
-@pytest.mark.skipif(not is_night(), reason="at night: it takes 9 s, and by day all that it concerns run in that way")
+@pytest.mark.skipif(not is_night(), reason="at night: by day the tests themselves run in that way")
 def test_each_test_elsewhere_has_its_own_outcome_and_a_crash_ends_only_one(tmp_path: Path) -> None:
     assert why_not() is None
     found = outcomes(tmp_path)

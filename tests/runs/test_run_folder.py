@@ -373,15 +373,6 @@ def test_a_save_to_a_path_that_a_later_generation_wrote_is_decided_by_the_record
     assert held(tmp_path / "step_00000002") == 2
 
 
-def test_a_step_that_comes_again_is_refused_with_what_a_run_can_do(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, wait=True) as run:
-        run.save(1, state(1))
-        reknit.save(tmp_path / "step_00000002", state(2), step=2)
-        with pytest.raises(CheckpointExistsError) as caught:
-            run.save(2, state(1))
-    assert "number the steps of a run upwards" in (caught.value.remedy or "")
-
-
 def test_a_run_that_was_overtaken_has_the_folder_again_after_a_resume(tmp_path: Path) -> None:
     one, other = (Checkpointer(tmp_path, wait=True) for _ in range(2))
     one.save(1, state(1))
