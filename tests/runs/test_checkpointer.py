@@ -366,6 +366,22 @@ def test_a_process_that_gets_sigterm_saves_its_step_and_a_new_one_goes_on(tmp_pa
     assert set(held["model"]["w"]) == {float(int(step) + 1)}
 
 
+def test_a_handler_that_was_there_is_called_and_comes_back(tmp_path: Path) -> None:
+    signals: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: signals.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGUSR1)
+        with Checkpointer(tmp_path, save=on_preemption(signal.SIGUSR1), wait=True) as run:
+            assert not run.should_save(0)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert signals == [signal.SIGUSR1]
+            assert run.save(1, state()) is not None
+            assert run.preempted == "SIGUSR1"
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_signals_are_for_the_main_thread(tmp_path: Path) -> None:
     found: list[BaseException] = []
 

@@ -25,8 +25,8 @@ from reknit.storage.object.client import ObjectOptions, parse_url
 from reknit.storage.object.store import ObjectStorage
 from reknit.storage.registry import open_storage
 from tests.running.examples import is_night
-from tests.servers import environment, new_url, raw_get, server, uploads_left
-from tests.storage.fault_proxy import FAULTS, FaultProxy
+from tests.servers import environment, new_url, raw_get, uploads_left
+from tests.storage.fault_proxy import FAULTS, FaultProxy, before
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,11 +37,8 @@ QUICK = "?retries=2&timeout_s=0.5"
 
 
 @pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Lead all S3 requests of this process, and of its agents, through a proxy."""
-    with FaultProxy(server("s3")["endpoint"]) as proxy:
-        for name, value in environment("s3", proxy.endpoint).items():
-            monkeypatch.setenv(name, value)
+def proxy() -> Iterator[FaultProxy]:
+    with before("s3") as proxy:
         yield proxy
 
 
