@@ -15,7 +15,7 @@ from reknit.policies import every, latest
 from reknit.runs import cadence, cooling
 from tests.runs.pieces import damage, numbers, saving, state
 from tests.runs.test_at_every_instant import QUICK
-from tests.servers import environment, new_url
+from tests.servers import reach
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,9 +110,7 @@ def test_the_newest_whole_step_never_moves(tmp_path: Path) -> None:
 
 
 def test_a_tier_has_a_cold_store_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, setting in environment("s3").items():
-        monkeypatch.setenv(name, setting)
-    cool = Cool(new_url("s3"), after=latest(1), bytes_per_s=1e6)
+    cool = Cool(reach("s3", monkeypatch), after=latest(1), bytes_per_s=1e6)
     tiers = [Tier(tmp_path / "a", keep=latest(1)), Tier(tmp_path / "b", every=2, cool=cool)]
     with Checkpointer(tiers=tiers, options=QUICK) as run:
         for step in range(1, 7):

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import uuid
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage
 from tests.runs.owners import act_as
 from tests.runs.pieces import saving
-from tests.servers import environment, new_url, server
+from tests.servers import new_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,25 +110,11 @@ def test_a_save_whose_marker_is_up_before_another_run_opens_the_folder_does_not_
     assert steps(tmp_path) == [1, 2]
 
 
-def _url(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a new folder of a store."""
-    if kind == "local":
-        return str(folder)
-    if kind == "hdfs":
-        pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
-        return f"{server(kind)['endpoint']}/run-{uuid.uuid4().hex[:12]}"
-    if kind in ("s3", "gcs", "azure"):
-        for name, value in environment(kind).items():
-            monkeypatch.setenv(name, value)
-        return new_url(kind)
-    return f"{kind}://{uuid.uuid4().hex[:12]}/run"
-
-
 @pytest.mark.parametrize("kind", ["local", "mem", "memory", "s3", "gcs", "azure", "hdfs"])
 def test_a_save_that_begins_after_another_run_opened_the_folder_is_shut_out(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = _url(kind, tmp_path, monkeypatch)
+    url = new_folder(kind, tmp_path, monkeypatch)
     with Checkpointer(url, wait=True) as run:
         run.save(1, state(1))
     root = open_storage(url)

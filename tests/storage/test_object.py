@@ -26,7 +26,7 @@ from reknit.storage.wrappers.retrying import RetryingStorage
 from reknit.testing.storage_suite import StorageSuite, listed
 from reknit.testing.storage_suite.suite import Suite
 from reknit.testing.storage_suite.writing import WritingSuite
-from tests.servers import environment, new_url, raw_get, raw_put, uploads_left
+from tests.servers import new_url, raw_get, raw_put, reach, uploads_left
 from tests.storage.test_contract import OneRowOfAKind
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ class OnServer(Suite):
 
     @pytest.fixture(autouse=True)
     def _reached(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in environment(self.server).items():
-            monkeypatch.setenv(name, value)
+        reach(self.server, monkeypatch)
 
     def make(self, tmp_path: Path) -> Storage:
         storage = open_storage(f"{new_url(self.server)}?retry_s=0")
@@ -105,9 +104,7 @@ class TestAzureWithFilesInParts(OnServer, WritingSuite):
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the URL of a new folder on the S3 server, which the environment leads to."""
-    for name, value in environment("s3").items():
-        monkeypatch.setenv(name, value)
-    return new_url("s3")
+    return reach("s3", monkeypatch)
 
 
 def in_parts(url: str, **options: Any) -> ObjectStorage:

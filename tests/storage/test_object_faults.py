@@ -25,7 +25,7 @@ from reknit.storage.object.client import ObjectOptions, parse_url
 from reknit.storage.object.store import ObjectStorage
 from reknit.storage.registry import open_storage
 from tests.running.examples import is_night
-from tests.servers import environment, new_url, raw_get, uploads_left
+from tests.servers import new_url, raw_get, reach, uploads_left
 from tests.storage.fault_proxy import FAULTS, FaultProxy, before
 
 if TYPE_CHECKING:
@@ -189,8 +189,7 @@ def test_of_four_saves_of_one_step_that_begin_together_exactly_one_wins(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The types of the losers' errors show the conflict."""
-    for name, value in environment(store).items():
-        monkeypatch.setenv(name, value)
+    reach(store, monkeypatch)
     line = threading.Barrier(4)
 
     def save(url: str, value: int) -> ReknitError | None:
