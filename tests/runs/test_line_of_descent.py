@@ -18,6 +18,7 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, register
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 from reknit.testing.world import run_ranks
+from tests.running.examples import thinned
 from tests.runs.pieces import damage, numbers, resumed, saved, state
 from tests.servers import new_folder
 
@@ -40,7 +41,7 @@ def went_back(root: Any, to: int, steps: Sequence[int], **given: Any) -> None:
             run.save(step, state(float(-step)))
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "s3", "hdfs"])
+@pytest.mark.parametrize("kind", thinned(["local", "memory", "s3", "hdfs"], 2))
 def test_a_restart_continues_the_branch_that_was_saved_last(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
