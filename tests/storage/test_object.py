@@ -23,11 +23,11 @@ from reknit.storage.object.store import ObjectStorage
 from reknit.storage.object.upload import MAX_PARTS, part_size
 from reknit.storage.registry import open_storage
 from reknit.storage.wrappers.retrying import RetryingStorage
-from reknit.testing.storage_suite import StorageSuite, listed
+from reknit.testing.storage_suite import listed
 from reknit.testing.storage_suite.suite import Suite
 from reknit.testing.storage_suite.writing import WritingSuite
 from tests.servers import new_url, raw_get, raw_put, reach, uploads_left
-from tests.storage.test_contract import OneRowOfAKind
+from tests.storage.test_contract import OneRowOfAKind, OnSlowServer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,15 +65,15 @@ class OnServer(Suite):
         raw_put(self.server, f"{storage.url}/{path}", data)
 
 
-class TestS3(OnServer, StorageSuite):
+class TestS3(OnServer, OneRowOfAKind):
     server = "s3"
 
 
-class TestGcs(OnServer, OneRowOfAKind):
+class TestGcs(OnServer, OnSlowServer):
     server = "gcs"
 
 
-class TestAzure(OnServer, OneRowOfAKind):
+class TestAzure(OnServer, OnSlowServer):
     server = "azure"
 
 
