@@ -71,7 +71,7 @@ def test_a_mistake_under_torchrun_is_answered(tmp_path: Path) -> None:
         ),
         (
             INIT + "dist.get_rank() == 0 and reknit.save('ckpt', state, options=reknit.SaveOptions("
-            "timeout_s=7, comm=reknit.CommOptions(connect_timeout_s=15)))\n"
+            "timeout_s=7, comm=reknit.CommOptions(connect_timeout_s=7)))\n"
             "dist.get_rank() == 1 and __import__('time').sleep(60)",  # torchrun ends it
             ("rank 0 has waited 5 s for rank 1", "not rank 0 alone as with torch.save", "did not come"),
         ),
