@@ -97,7 +97,7 @@ def expire(root: Path) -> None:
         note.unlink()
 
 
-@pytest.mark.parametrize("seed", thinned(range(12, 16), 2))
+@pytest.mark.parametrize("seed", thinned((12, 14, 13, 15), 2))
 def test_the_last_step_that_was_saved_and_is_whole_is_what_the_next_run_goes_on_from(
     tmp_path: Path, seed: int
 ) -> None:

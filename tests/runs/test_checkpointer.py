@@ -161,6 +161,19 @@ def test_steps_that_others_named_are_taken_too(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["step_00000101"]
 
 
+def test_each_step_is_promoted_to_its_own_folder_and_read_from_there_if_damaged(
+    tmp_path: Path,
+) -> None:
+    hot, cold = tmp_path / "hot", tmp_path / "cold"
+    options = reknit.SaveOptions(promote_to=cold)
+    with Checkpointer(hot, wait=True, options=options, keep=latest(1)) as run:
+        for step in (1, 2):
+            run.save(step, state(float(step)))
+    assert (numbers(hot), numbers(cold)) == ([2], [1, 2])
+    damage(hot / "step_00000002")
+    assert resumed(hot, load_options=reknit.LoadOptions(replicas=(cold,))) == (3, 2)
+
+
 def test_what_an_earlier_run_has_begun_cannot_commit_behind_a_new_one(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     begun = [tmp_path / f"step_{step:08d}" / f"pending.{7:016x}.{'a' * 8}" for step in (3, 9)]

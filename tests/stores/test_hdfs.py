@@ -123,6 +123,15 @@ def test_many_files_are_joined_at_once() -> None:
     assert [read(storage, f"f{i}", 0, len(data[i])) for i in range(4)] == data
 
 
+def test_of_many_files_that_are_read_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reknit.stores.hdfs.reading._MOST_OPEN", 2)
+    storage, names = open_hdfs(new_url()), ["a", "b", "c"]
+    for name in names:
+        storage.put(name, name.encode(), if_absent=True)
+    for _ in range(2):
+        assert [read(storage, name, 0, 1) for name in names] == [b"a", b"b", b"c"]
+
+
 @pytest.mark.alone  # the NameNode counts the requests of all tests
 def test_few_requests_are_made_for_each_file() -> None:
     found, files = server("hdfs"), 5
