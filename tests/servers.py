@@ -58,6 +58,23 @@ def new_url(name: str) -> str:
     return f"{SCHEMES[name]}://{server(name)['bucket']}/test-{uuid.uuid4().hex[:12]}"
 
 
+def reach(name: str, patch: pytest.MonkeyPatch) -> str:
+    """Lead the object stores of this process to a server, and return the URL of a new folder there."""
+    for variable, value in environment(name).items():
+        patch.setenv(variable, value)
+    return new_url(name)
+
+
+def new_folder(kind: str, local: Path, patch: pytest.MonkeyPatch) -> str:
+    """Return a new folder of a store of some kind; on this machine it is `local`."""
+    if kind == "local":
+        return str(local)
+    if kind == "hdfs":
+        pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
+        return f"{server(kind)['endpoint']}/test-{uuid.uuid4().hex[:12]}"
+    return reach(kind, patch) if kind in SCHEMES else f"{kind}://{uuid.uuid4().hex[:12]}/run"
+
+
 def raw_get(name: str, url: str) -> bytes:
     """Return the bytes of an object, past the client that reknit uses."""
     status, data = _ask(name, "GET", url, b"")

@@ -199,26 +199,19 @@ def test_ranks_and_agents_with_certificates_save_and_load_together(tmp_path: Pat
     tls["server_name"] = "ranks.example"
     with job(at, path, tokens=[TOKEN] * 3, tls=tls, wait=False) as ranks:
         whole(ranks)
-    # A rank without a certificate is refused, although its token and address are right.
-    with (
-        job(at, path, 2, ranks=[0], tokens=[TOKEN] * 2, tls=tls, connect_timeout_s=2) as inside,
-        job(at, path, 2, ranks=[1], tokens=[TOKEN] * 2, connect_timeout_s=2) as outside,
-    ):
-        assert inside[0].ends()[0][0] == "DeadlineError"
-        assert outside[0].ends()[0][0] == "CommError"
 
 
 def test_a_rank_with_a_wrong_token_is_refused_and_missed(tmp_path: Path) -> None:
     at = f"tcp://127.0.0.1:{free_port()}"
     tokens = [TOKEN, TOKEN, TOKEN + "!"]
-    with job(at, tmp_path / "checkpoint", tokens=tokens, connect_timeout_s=8) as ranks:
+    with job(at, tmp_path / "checkpoint", tokens=tokens, connect_timeout_s=4) as ranks:
         first, second, third = (rank.ends() for rank in ranks)
     ((kind, message),) = third
     assert kind == "CommError"
     assert "refuses our token" in message
     for ((kind, message),) in (first, second):
         assert kind == "DeadlineError"
-        assert "rank 2 did not come to the rendezvous of job 'job' within 8 s" in message
+        assert "rank 2 did not come to the rendezvous of job 'job' within 4 s" in message
 
 
 def test_a_job_that_was_killed_starts_again_in_the_same_place(tmp_path: Path) -> None:
@@ -234,15 +227,6 @@ def test_a_job_that_was_killed_starts_again_in_the_same_place(tmp_path: Path) ->
         generations.append(whole(first + others)[1])
     assert generations == sorted(generations)
     assert len(set(generations)) == 3
-
-
-def test_ranks_that_died_are_named(tmp_path: Path) -> None:
-    at, path = str(tmp_path / "meet"), tmp_path / "checkpoint"
-    with job(at, path, ranks=[0, 2], connect_timeout_s=8) as ranks:
-        for rank in ranks:
-            ((kind, message),) = rank.ends()
-            assert kind == "DeadlineError"
-            assert "rank 1 did not come" in message
 
 
 def test_ranks_meet_in_a_store_of_torch() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 import reknit
-from reknit.cli.main import main
 from reknit.events.phase import CLOCK
-from reknit.events.records import DroppedRecord, PhaseRecord, Record, StorageRecord
+from reknit.events.records import PhaseRecord, Record, StorageRecord
 from reknit.events.to_file import JsonLines
 from reknit.monitor.operations import read_operations
-from reknit.monitor.page import report_page
 from reknit.testing.world import run_ranks
-from tests.faults.nursery import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,50 +127,6 @@ def test_a_save_that_fails_before_its_agent_hears_of_it_says_so_in_the_end(tmp_p
         assert isinstance(last, PhaseRecord), wait
         assert last.seconds > 0.2, wait
         assert reknit.close(LIMIT_S), wait
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_no_save_waits_for_a_sink_that_hangs_and_none_minds_one_that_fails(
-    wait: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    free, reported = threading.Event(), list[Record]()
-
-    def hangs(record: Record) -> None:
-        assert free.wait(LIMIT_S)
-        reported.append(record)
-
-    def fails(record: Record) -> None:
-        raise OSError("no space left")
-
-    options = reknit.SaveOptions(events=(hangs, fails))
-    for number in range(3):
-        reknit.save(tmp_path / f"{number}", STATE, wait=wait, options=options).result(LIMIT_S)
-        target = {"model": {"w": np.zeros(1 << 20, np.float32)}}
-        reknit.load(tmp_path / f"{number}", target)
-        assert np.array_equal(target["model"]["w"], STATE["model"]["w"])
-    wait_until(lambda: caplog.text.count("no space left") == 1, LIMIT_S)
-    assert not reported
-    assert not reknit.sinks.flush(0.01)
-    free.set()
-    wait_until(lambda: sum(isinstance(r, PhaseRecord) and r.phase == "save" for r in reported) == 3, LIMIT_S)
-    assert not any(isinstance(record, DroppedRecord) for record in reported)
-    assert reknit.close(LIMIT_S)
-
-
-def test_a_report_shows_what_was_asked_of_the_store(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = f"{tmp_path}/events/"
-    reknit.save(tmp_path / "x", STATE, step=3, options=reknit.SaveOptions(events=folder))
-    assert reknit.sinks.flush(LIMIT_S)
-    assert main(["report", folder]) == 0
-    shown = capsys.readouterr().out
-    assert "p99" in shown
-    assert any(line.split()[:3] == ["create", "file", "2"] for line in shown.splitlines())
-    assert "latencies of " in shown
-    assert "####" in shown
-    operations, *_ = read_operations([folder])
-    assert '"create","file","2"' in report_page(operations)
 
 
 class SkewedClock:

@@ -4,18 +4,14 @@ import os
 import re
 import resource
 import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forks import in_fork
 from tests.ranks import Died, RankFailed, run
-from tests.shared_servers import FOLDER
 
 
 def add_up(number: int) -> Any:
@@ -35,21 +31,6 @@ def die_quietly() -> int:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return dist.get_rank()
-
-
-def imported() -> set[str]:
-    return {name.partition(".")[0] for name in sys.modules}
-
-
-def variable_and_server() -> tuple[str, int]:
-    # psutil compares times at which processes began, which move with the clock of the host.
-    status = Path(f"/proc/{os.getppid()}/stat").read_text()
-    return os.environ["REKNIT_TEST_WHOSE"], int(status.rpartition(")")[2].split()[1])
-
-
-def hang() -> None:
-    if dist.get_rank() == 0:
-        time.sleep(60)
 
 
 def crash() -> None:
@@ -75,39 +56,8 @@ def test_a_rank_that_crashes_is_reported_with_its_stack() -> None:
     assert "core" in str(error.value)
 
 
-def test_ranks_import_only_what_they_are_told_to() -> None:
-    for found in run(1, imported), run(1, imported, warm="transformers"):
-        assert not {"jax", "megatron", "deepspeed", "lightning"} & found[0]
-    assert "transformers" in found[0]
-
-
-def test_a_rank_that_hangs_is_reported_with_its_stack() -> None:
-    with pytest.raises(RankFailed, match="rank 0 ended") as error:
-        run(2, hang, timeout=6.0)
-    assert "in hang" in str(error.value)
-
-
 def test_when_a_rank_fails_all_say_where_they_were_and_the_others_do_not_hang() -> None:
     with pytest.raises(RankFailed, match="rank 1 raised") as error:
         run(2, fail_while_another_waits)
     assert "ValueError: this rank fails" in str(error.value)
     assert re.search("rank 0 was here.*in fail_while_another_waits", str(error.value), re.DOTALL)
-
-
-def test_processes_side_by_side_share_the_imports_and_keep_their_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    monkeypatch.setenv("REKNIT_TEST_WHOSE", "the first")
-    ((whose, server),) = run(1, variable_and_server, path=tmp_path)
-    assert whose == "the first"
-
-    def another() -> bool:
-        os.environ["REKNIT_TEST_WHOSE"] = "the second"
-        return run(1, variable_and_server, path=tmp_path) == [("the second", server)]
-
-    assert in_fork(another)
-    assert run(1, variable_and_server, path=tmp_path) == [("the first", server)]
-    os.kill(server, signal.SIGKILL)  # a rank server that other tests do not use
-    assert run(1, variable_and_server, path=tmp_path)[0][0] == "the first"
-    assert in_fork(lambda: run(1, variable_and_server, path=tmp_path)[0][1] != server)

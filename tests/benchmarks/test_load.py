@@ -7,7 +7,6 @@ import subprocess
 import sys
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reknit
-from benchmarks.load import aims
 from benchmarks.load.geometry import BLOCK, needed
-from benchmarks.load.metered_storage import Meter, MeteredStorage
+from benchmarks.load.metered_storage import Meter
 from benchmarks.load.states import DDP_4, FSDP_2_TP_2, FSDP_4, TP_4, Layout, boxes
 from reknit.storage.local.store import LocalStorage
 from tests.running.examples import examples
@@ -90,36 +88,11 @@ def test_the_boxes_of_a_layout_cover_every_element_equally_often() -> None:
             assert set(count.reshape(-1).tolist()) == {layout.world // divided}
 
 
-def test_the_meter_counts_what_is_asked_for_in_whatever_way(tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").write_bytes(bytes(range(200)))
-    (tmp_path / "manifest.json").write_bytes(b"12345")
-    meter = Meter()
-    storage = meter.open(f"metered://none{tmp_path}", "process")
-    assert isinstance(storage, MeteredStorage)
-    buffers = [memoryview(bytearray(10)), memoryview(bytearray(5))]
-    storage.read_into("x.safetensors", 3, buffers)
-    assert bytes(buffers[1]) == bytes(range(13, 18))
-    runs = bytearray(6)
-    storage.read_runs("x.safetensors", np.array([0, 50, 100]), 2, memoryview(runs))
-    assert bytes(runs) == bytes([0, 1, 50, 51, 100, 101])
-    assert storage.get("manifest.json", limit=9) == b"12345"
-    assert (meter.data_nbytes, meter.other_nbytes) == (21, 5)
-
-
 def test_the_metered_storage_has_what_a_folder_has(tmp_path: Path) -> None:
     inner = LocalStorage(tmp_path)
     ours = Meter().open(f"metered://1000000-host{tmp_path}/below", "process")
     missing = {name for name in dir(inner) if not name.startswith("_")} - set(dir(ours)) - {"evict"}
     assert missing == set()
-
-
-def test_aims_are_told_per_case_and_a_failed_measurement_counts_as_none() -> None:
-    case: dict[str, Any] = {"needed_nbytes": 100, "unverified": {"read_nbytes": 110, "s": 1.0}}
-    result = {"reshard": {"cases": {"one": case, "two": {"error": "it failed"}}}}
-    rows = {what: (value, aim) for what, value, _, aim in aims.rows(result)}
-    assert rows["one: bytes read / needed, unverified"] == (1.1, 1.05)
-    assert rows["two: bytes read / needed, unverified"] == (None, 1.05)
-    assert not any("same layout" in what for what in rows)
 
 
 def test_the_benchmark_runs_through(tmp_path: Path) -> None:

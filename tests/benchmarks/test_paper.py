@@ -18,6 +18,7 @@ from benchmarks.paper.results import About, Measured, Row, as_json, line_of, ove
 from benchmarks.reports import RESULTS, keep, kept
 from reknit.types.box import Box
 from reknit.types.shard import Shard, TensorSpec
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +27,7 @@ ABOUT = About("one", "a paper, Table 1", "a title", "twice as fast.")
 RUN = {"date": "2026-01-01", "seconds": 1.0, "sizes": "small", "load_before": 0.1, "load_after": 0.2}
 
 
+@pytest.mark.skipif(not is_night(), reason="at night: its start takes seconds")
 def test_the_cheapest_table_runs_in_a_fresh_process_and_is_kept(tmp_path: Path) -> None:
     command = [sys.executable, run.__file__, "irregular", "--small", "--dir", str(tmp_path)]
     done = subprocess.run(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import log, prod
+from math import prod
 from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.planning import growth, loads, root
+from benchmarks.planning import loads, root
 from benchmarks.planning.jobs import Fsdp2, Megatron, Model
 from benchmarks.planning.tree import climb, rank_of
 from reknit.engine.saving.coordinator import Coordinator
@@ -50,13 +50,6 @@ def test_bytes_up_the_tree_are_those_of_all_messages_but_the_root_s_own() -> Non
     sent = sum(len(rank_of(job, rank, silent=False).receipt) for rank in range(1, 4))
     up = reported.receipts.reported()
     assert up["up_in_all_nbytes"] == up["into_root_nbytes"] == up["largest_fan_in_nbytes"] == sent
-
-
-def test_growth_is_measured_against_n_log_n() -> None:
-    for power in (0.5, 1.0, 2.0):
-        ranks = [128, 1024, 8960, 100_096]
-        assert growth.exponent(ranks, [1e-6 * (n * log(n)) ** power for n in ranks]) == pytest.approx(power)
-        assert growth.exponent(ranks[:2], [1.0, 2.0]) is None, power
 
 
 def test_ranks_of_a_load_read_every_byte_that_is_wanted_once_and_only_with_sharing() -> None:

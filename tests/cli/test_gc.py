@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from reknit.cli.gc import age
 from reknit.errors import FencedError, MissingExtraError
 from reknit.storage.local.memory import sweepable
 from reknit.storage.registry import open_storage
-from tests.servers import environment, new_url, server, uploads_left
+from tests.servers import new_folder, reach, uploads_left
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,14 +82,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if kind == "s3":
         pytest.importorskip("obstore", reason="the object stores need obstore")
         pytest.importorskip("botocore", reason="uploads are listed with botocore")
-        for key, value in environment("s3").items():
-            monkeypatch.setenv(key, value)
-        url = new_url("s3")
-    elif kind == "hdfs":
-        pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
-        url = f"{server('hdfs')['endpoint']}/test-{uuid.uuid4().hex[:12]}"
-    else:
-        url = str(tmp_path / "runs")
+    url = new_folder(kind, tmp_path / "runs", monkeypatch)
     return Where(kind, url)
 
 
@@ -301,9 +293,7 @@ def test_what_a_store_does_not_list_is_said(
     name: str, reported: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are found there as everywhere."""
-    for key, value in environment(name).items():
-        monkeypatch.setenv(key, value)
-    url = new_url(name)
+    url = reach(name, monkeypatch)
     reknit.save(f"{url}/a", {"x": np.arange(10)})
     storage = open_storage(f"{url}/a")
     storage.put("index.0123abcd.parquet", b"left", if_absent=False)

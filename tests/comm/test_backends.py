@@ -48,16 +48,6 @@ def test_every_rank_knows_the_same_tree_and_generation_and_may_wait_for_ever(joi
     assert endings(groups, lambda group: ask(group, timeout_s=float("inf"))) == [b""] * 5
 
 
-def test_ranks_in_rounds_of_different_names_all_hear_who_is_where(join: Join) -> None:
-    groups = join(7)
-    errors = endings(groups, lambda group: ask(group, "commit" if group.rank in (2, 5) else "plan"))
-    assert [type(error) for error in errors] == [ProtocolError] * 7
-    for error in errors:
-        assert "ranks 0-1, 3-4, 6 in 'plan'" in error.message
-        assert "ranks 2, 5 in 'commit'" in error.message
-    assert together(groups), "the ranks are in step again"
-
-
 @pytest.mark.parametrize("join", ["threads", "tree-16"], indirect=True)
 def test_a_name_that_differs_is_told_without_waiting_for_ranks_that_never_come(join: Join) -> None:
     groups = join(4)
@@ -67,16 +57,9 @@ def test_a_name_that_differs_is_told_without_waiting_for_ranks_that_never_come(j
     assert all("rank 3 did not come" in error.message for error in errors)
 
 
-@pytest.mark.parametrize(
-    ("join", "absent"),
-    [("tree-1", {3}), ("tree-2", {0}), ("tree-2", {1, 6})],
-    indirect=["join"],
-    ids=str,
-)
-def test_a_tree_names_absent_ranks_to_all_that_can_be_told(
-    join: Join, absent: set[int], request: pytest.FixtureRequest
-) -> None:
-    topology = Topology.flat(7, int(request.node.callspec.params["join"].partition("-")[2]))
+@pytest.mark.parametrize("join", ["tree-2"], indirect=True)
+def test_a_tree_names_absent_ranks_to_all_that_can_be_told(join: Join) -> None:
+    topology, absent = Topology.flat(7, 2), {1, 6}
     silent = {rank for head in absent for rank in topology.subtree(head)}
     present = [group for group in join(7) if group.rank not in absent]
     errors = endings(present, lambda group: ask(group, "plan", timeout_s=0.2))
@@ -188,30 +171,6 @@ def test_two_threads_in_one_group_are_refused_and_do_no_harm(join: Join) -> None
     assert endings(groups, run) == [b"x"] * 2
     thread.join()
     assert intruded.is_set()
-
-
-def test_a_decision_that_raises_reaches_everyone_though_it_should_not_have(join: Join) -> None:
-    def run(group: Group) -> bytes:
-        def decide(_: list[bytes]) -> list[bytes]:
-            raise KeyboardInterrupt
-
-        return exchange(group, Call("plan", b"", 30), decide)
-
-    groups = join(4)
-    here, *others = endings(groups, run)
-    assert isinstance(here, KeyboardInterrupt)
-    assert [type(error) for error in others] == [CommError] * 3
-    assert all(
-        "rank 0 failed to decide round 0 ('plan'): KeyboardInterrupt" in error.message for error in others
-    )
-    assert together(groups)
-
-
-def test_a_decision_with_a_wrong_number_of_answers_is_a_protocol_error_on_all(join: Join) -> None:
-    groups = join(3)
-    errors = endings(groups, lambda group: exchange(group, Call("plan", b"", 30), lambda _: [b""]))
-    assert [type(error) for error in errors] == [ProtocolError] * 3
-    assert together(groups)
 
 
 def test_errors_are_separate_objects_on_every_rank(join: Join) -> None:

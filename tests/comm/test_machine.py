@@ -323,19 +323,6 @@ def test_a_report_that_repeats_one_under_way_is_refused_and_changes_nothing() ->
     assert machine.enter(call(), 0) == [Decide(0, [b"own", b"first", b"x"])]
 
 
-def test_a_report_of_a_round_long_over_is_answered_and_one_of_the_last_hears_why_it_failed() -> None:
-    machine = new_machine()
-    for number in (0, 1):
-        machine.enter(call(timeout_s=1), 0)
-        machine.receive_report(whole(1, number), 0)
-        assert type(raised(ended(machine.tick(1000)))) is DeadlineError
-    (late,) = reported(machine.receive_report(whole(2, 0), 0)).values()
-    assert "round 0 ('plan') is over" in raised(late).message
-    (late,) = reported(machine.receive_report(whole(2, 1), 0)).values()
-    assert "rank 2 did not come to round 1" in raised(late).message
-    assert "took part in it before" in refusal(machine.receive_report(whole(1, 1), 0)).message
-
-
 def test_a_report_that_does_not_belong_here_is_refused_and_changes_nothing() -> None:
     machine = new_machine(size=4)
     machine.enter(call(timeout_s=5), 0)
@@ -409,24 +396,6 @@ def test_a_rank_that_stops_waiting_while_rank_0_decides_is_an_objection_however_
         assert "rank 3 left round 0" in raised(reported(ending)[1]).message
 
 
-def test_that_a_round_must_fail_is_told_above_once_whoever_else_leaves() -> None:
-    machine = new_machine(rank=1, size=5)
-    machine.enter(call(), 0)
-    machine.receive_report(whole(3), 0)
-    sent(machine.receive_report(whole(4), 0))
-    assert machine.child_left(3, 1, 1) == [], "of another round"
-    assert "rank 3 left" in raised(sent(machine.child_left(3, 0, 1))).message
-    assert machine.child_left(4, 0, 2) == []
-    assert [type(effect) for effect in machine.tick(1000)] == [SendOutcome, SendOutcome, RoundDone]
-
-
-def test_a_report_of_failure_that_arrives_twice_is_refused_the_second_time() -> None:
-    machine = new_machine()
-    failure = place().report(1, error=CommError("mine"))
-    assert machine.receive_report(failure, 0) == []
-    assert "took part in it before" in refusal(machine.receive_report(failure, 0)).message
-
-
 def test_an_error_below_is_reported_above_without_waiting_for_the_others() -> None:
     machine = new_machine(rank=1, size=5)
     machine.enter(call(), 0)
@@ -484,31 +453,6 @@ def test_an_outcome_before_this_rank_has_reported_is_none() -> None:
     machine.enter(call(), 0)
     assert machine.receive_outcome(place().outcome(Parcel.of([b""] * 3)), 0) == []
     assert machine.receive_outcome(place().outcome(error=CommError("too soon")), 0) == []
-
-
-def test_ranks_that_did_not_come_are_all_named_however_unlike_the_hosts_are() -> None:
-    loop = Loop(Topology([0, 0, 1, 1, 0, 0], 1))
-    loop.enter_all(but=[3, 5])
-    loop.run()
-    for rank in (0, 1, 2, 4):
-        (ending,) = loop.endings[rank]
-        assert isinstance(ending, DeadlineError)
-        assert ending.message == "ranks 3, 5 did not come to round 0 ('plan') within 30 s"
-
-
-def test_an_answer_that_can_never_come_is_not_waited_for() -> None:
-    machine = new_machine(rank=1, size=2)
-    machine.enter(call(), 0)
-    assert machine.unanswered(1, CommError("the call broke"), 0) == []
-    assert "the call broke" in raised(ended(machine.unanswered(0, CommError("the call broke"), 0))).message
-    machine.enter(call(), 0)
-    machine.break_off(round_errors.disconnected(0), 0)
-    ending = ended(machine.unanswered(1, CommError("the call broke"), 0))
-    assert "rank 0 is gone" in raised(ending).message, "the error that broke the group is the better reason"
-    machine = new_machine(rank=1, size=2)
-    machine.enter(call(), 0)
-    machine.break_off(round_errors.disconnected(0), 1)
-    assert "rank 0 is gone" in raised(ended(machine.tick(machine.next_at))).message
 
 
 def test_what_is_being_decided_ends_with_the_decision_though_a_rank_is_gone_meanwhile() -> None:

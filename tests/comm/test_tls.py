@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,7 +101,7 @@ def test_who_has_no_certificate_of_the_authority_for_the_name_is_not_believed(
 ) -> None:
     ca, here = ours.folder / "ca.pem", ours.issue("127.0.0.1")
     anywhere = ours.issue("a.example")
-    for why, serving, fetching in (
+    cases = [
         ("the server bears another name", ours.issue("ranks.example"), anywhere),
         (
             "and that is wanted",
@@ -111,10 +112,16 @@ def test_who_has_no_certificate_of_the_authority_for_the_name_is_not_believed(
         ("the server is", dataclasses.replace(theirs.issue("127.0.0.1"), ca=ca), anywhere),
         ("the rank has none", here, None),
         ("the server has none", None, here),
-    ):
-        point = serve(last, serving)
+    ]
+    points = [serve(last, serving) for _, serving, _ in cases]
+    with ThreadPoolExecutor(len(cases)) as pool:  # each waits for its deadline
+        answers = [
+            pool.submit(fetch, last, point, fetching)
+            for point, (_, _, fetching) in zip(points, cases, strict=True)
+        ]
+    for (why, *_), answer in zip(cases, answers, strict=True):
         with pytest.raises(CommError, match="cannot be reached"):
-            pytest.fail(f"{why}, and it got {fetch(last, point, fetching)!r}")
+            pytest.fail(f"{why}, and it got {answer.result()!r}")
 
 
 def test_a_rank_that_shows_no_certificate_is_turned_away(ours: Authority, last: ExitStack) -> None:

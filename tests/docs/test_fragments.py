@@ -54,13 +54,6 @@ def test_every_fragment_is_one_good_entry() -> None:
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-def test_a_paragraph_is_a_good_entry_and_other_texts_are_found() -> None:
-    assert problems("`save` has an option:\n`wait`.\n") == []
-    unfinished = ["", "A store is new\n", "A store is new.", "\nA store is new.\n", "New.\n\nAnd new.\n"]
-    for text in (*unfinished, "- A store.\n", "x" * 118 + ".\n"):
-        assert len(problems(text)) == 1, text
-
-
 @needs_towncrier
 def test_a_release_moves_all_fragments_into_the_section_under_way(project: Path) -> None:
     (project / "changelog.d/first-store.added.md").write_text("A store\nis new.\n")

@@ -28,21 +28,6 @@ def test_the_notebook_names_no_folder_of_the_machine_that_made_it() -> None:
     assert [path for path in (str(ROOT), str(Path.home()), "/tmp/") if path in outputs] == []
 
 
-def test_snippets_files_and_commands_become_cells_with_the_outputs_shown() -> None:
-    page = "# A\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\nThen:\n\n```bash\npip\n```\n\n"
-    page += "```{code-block} python\n:caption: a.py\n\nx = 1\n```\n\n```console\n$ true\n$ echo 2\n2\n```\n"
-    found = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook_of(page)["cells"][1:]]
-    assert found == [
-        ("markdown", "# A"),
-        ("code", "print(1)"),
-        ("markdown", "Then:\n\n```bash\npip\n```"),
-        ("code", "%%writefile a.py\nx = 1"),
-        ("code", "%%bash\ntrue"),
-        ("code", "%%bash\necho 2"),
-    ]
-    assert outputs_of(notebook_of(page)) == "1\n2\n"
-
-
 @pytest.mark.skipif(not is_night(), reason="at night: by day, tests/docs/test_snippets.py runs these cells")
 def test_a_kernel_runs_the_notebook_with_the_outputs_that_it_shows(tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="needs nbclient")

@@ -67,11 +67,6 @@ def test_the_tree_in_architecture_names_every_folder() -> None:
     assert listed(tree) == folders
 
 
-def test_a_drawn_tree_is_read_with_its_folders() -> None:
-    tree = "a/\n├── b.py   one\n├── c/     two\n│   ├── d.py\n│   └── e/\n│       └── f.py\n└── g.py\n"
-    assert listed(tree) == {"a/", "a/c/", "a/c/e/"}
-
-
 def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-import pytest
-
 from docs.diagrams import boxes
-from docs.diagrams.draw import HERE, Frame, Message, columns, drawings, parse
+from docs.diagrams.draw import HERE, drawings
 from tests.docs.links import links
 from tests.docs.pages import ROOT, blocks
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 COLUMN = 736  # the pages have a column of 46 em
-HEAD = "sequenceDiagram\nparticipant A as one\nparticipant B as two<br/>lines\n"
 
 
 def test_the_pictures_of_the_pages_are_those_that_the_code_draws() -> None:
@@ -88,41 +85,7 @@ def test_the_byte_map_has_the_numbers_of_the_example_byte_by_byte() -> None:
     assert found["index…parquet"][1] == "1,477 bytes"
 
 
-def test_a_source_in_another_language_names_the_line() -> None:
-    for wrong in ("box a 1 2 3 4 round: x", "arrow a b: x", "row 1 2: a"):
-        with pytest.raises(ValueError, match=r"line 2: .* is not part"):
-            boxes.parse(f"boxes 100 100\n{wrong}\n")
-        with pytest.raises(ValueError, match="line 1: expected boxes"):
-            boxes.parse(wrong)
-    for source in ("graph TD\n", HEAD + "A->>B ask\n", HEAD + "end\n"):
-        with pytest.raises(ValueError, match=f"line {source.count(chr(10))}"):
-            parse(source)
-
-
-def test_arrows_join_the_sides_that_face_each_other() -> None:
-    source = "boxes 99 99\nbox a 0 0 10 10 part: a\nbox b 30 0 10 10 part:\nbox c 0 50 10 10 part:\n"
-    right, up = boxes.parse(source + "arrow a b:\nboth c a: back\n").arrows
-    assert (right.ends(), right.both) == (((10, 5), (30, 5)), False)
-    assert (up.ends(), up.both, up.text) == (((5, 50), (5, 10)), True, ("back",))
-
-
 def test_no_page_has_a_diagram_that_a_forge_or_the_site_would_show_as_its_source() -> None:
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
     found = [page.name for page in pages for block in blocks(page.read_text()) if "mermaid" in block.language]
     assert found == []
-
-
-def test_a_source_becomes_messages_in_frames() -> None:
-    diagram = parse(HEAD + "A->>B: ask\nloop each file\nB->>B: read\nB-->>A: answer\nend\n")
-    assert diagram.participants == (("one",), ("two", "lines"))
-    ask, loop = diagram.steps
-    assert ask == Message(0, 1, ("ask",))
-    assert isinstance(loop, Frame)
-    assert loop.label == "loop: each file"
-    assert loop.steps == [Message(1, 1, ("read",)), Message(1, 0, ("answer",), answer=True)]
-
-
-def test_columns_leave_room_for_the_longest_text_between_them() -> None:
-    short, _ = columns(parse(HEAD + "A->>B: ask\n"))
-    long, _ = columns(parse(HEAD + f"A->>B: {'x' * 60}\n"))
-    assert long[1] - long[0] > 60 * 6 > short[1] - short[0]

@@ -53,7 +53,11 @@ NOT_FOLLOWED = "scripts/"
 # Elsewhere its processes are forked, which takes a tenth of the time.
 TORCHRUN = "torchrun --nproc-per-node "
 # Without redirections and other things of a shell.
-FORKED = re.compile(rf"{TORCHRUN}\d+ [\w.]+")
+FORKED = re.compile(rf"(?:{TORCHRUN}\d+|python) [\w.]+")
+# The modules of `tests.warm` that save a script an import of seconds.
+WARM = {"docs/howto/lightning.md": "lightning"}
+# The variables of torchrun.
+LAUNCHED = re.compile(r"(?:LOCAL_)?(?:RANK|WORLD_SIZE)|MASTER_\w+|TORCHELASTIC_\w+")
 # Pages that show the output of their snippets and commands.
 WITH_OUTPUTS = ["docs/tutorial.md", "docs/howto/drills.md"]
 
@@ -167,17 +171,31 @@ def run_script(folder: str, output: str | None, script: str, *arguments: str) ->
     os.chdir(folder)
     sys.argv = [script, *arguments]
     with shown_in(output) if output else nullcontext():
-        runpy.run_path(script, run_name="__main__")
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
-def by_ranks(command: str, output: str | None = None) -> None:
-    """Run a command of torchrun in forked processes."""
-    world, *script = shlex.split(command.removeprefix(TORCHRUN))
-    run(int(world), run_script, os.getcwd(), output, *script, joined=False)
+def run_alone(folder: str, output: str | None, script: str, *arguments: str) -> None:
+    """Run a script in this process as one that no launcher has started."""
+    for name in [name for name in os.environ if LAUNCHED.fullmatch(name)]:
+        del os.environ[name]
+    run_script(folder, output, script, *arguments)
+
+
+def by_ranks(command: str, output: str | None = None, warm: str = "plain") -> None:
+    """Run a command of torchrun or Python in forked processes."""
+    if command.startswith(TORCHRUN):
+        world, *script = shlex.split(command.removeprefix(TORCHRUN))
+        run(int(world), run_script, os.getcwd(), output, *script, warm=warm, joined=False)
+    else:
+        run(1, run_alone, os.getcwd(), output, *shlex.split(command)[1:], warm=warm, joined=False)
 
 
 def ranks_printed(command: str) -> str:
-    """Run a command of torchrun in forked processes; return their output on both streams."""
+    """Run a command in forked processes; return their output on both streams."""
     with tempfile.NamedTemporaryFile("r") as output:
         by_ranks(command, output.name)
         return output.read()
@@ -187,8 +205,8 @@ def follow(block: Block, page: str) -> None:
     for command in commands(block):
         if command.startswith(NOT_FOLLOWED):
             continue
-        if command.startswith(TORCHRUN):
-            by_ranks(command)
+        if FORKED.fullmatch(command) or command.startswith(TORCHRUN):
+            by_ranks(command, warm=WARM.get(page, "plain"))
         else:
             printed_by(command, block, page)
 
@@ -224,29 +242,3 @@ def test_files_for_a_shell_or_a_cluster_can_be_parsed() -> None:
                 ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{page}:{block.line}: {done.stderr}"
-
-
-def test_blocks_are_found_with_their_lines_and_files() -> None:
-    plain = "# A\n\n```python\nx = 1\n```\n\n"
-    captioned = "````{code-block} python\n:caption: a.py\n\ny = '''\n```\n'''\n````\n"
-    assert blocks(plain + captioned) == [
-        Block("python", "x = 1\n", 4),
-        Block("python", "y = '''\n```\n'''\n", 10, "a.py"),
-    ]
-    assert commands(Block("console", "$ reknit ls\nstep 1\n$ true\n", 1)) == ["reknit ls", "true"]
-
-
-def test_outputs_agree_although_times_sizes_and_ids_differ() -> None:
-    one = "saved /a/b (step 1): 408.7 KiB by 1 rank in 0.0728 s, 5.5 MiB/s\nINFO:reknit:save to /a: 41 %\n"
-    two = "saved /a/b (step 1): 1 MiB by 1 rank in 1.2e-05 s, 15 GiB/s\n"
-    assert Printed(1, one, two).agrees()
-    assert not Printed(1, one, two.replace("step 1", "step 2")).agrees()
-    assert not Printed(1, one, "").agrees()
-
-
-def test_a_page_is_rewritten_only_where_the_output_is_another() -> None:
-    page = "```console\n$ a\nin 1 s\n$ b\nold\n```\n"
-    (block,) = blocks(page)
-    real = {"a": "in 2 s\n", "b": "new\nand more\n"}
-    outputs = [Printed(line, shown, real[command]) for command, line, shown in after_commands(block)]
-    assert with_real_outputs(page, outputs) == page.replace("old\n", "new\nand more\n")

@@ -13,12 +13,10 @@ import pytest
 
 import reknit
 from reknit import sinks
-from reknit.errors import shown
 from reknit.events.outlet import CallingSink, Outlet
 from reknit.events.records import PhaseRecord
 from reknit.monitor.files import RecordFiles
 from tests.events.test_outlet import ends
-from tests.faults.nursery import wait_until
 from tests.monitor.records import phase
 from tests.resources import small_disk
 
@@ -150,17 +148,6 @@ def test_a_save_beside_a_bad_sink_is_committed(name: str, tmp_path: Path, free: 
     assert reknit.close(LIMIT_S)
 
 
-def test_the_thread_of_a_bad_sink_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    for bad in (Failing(), WrongAttributes(), WrongRepr(), Leaving()):
-        outlet = Outlet(bad)
-        for _ in range(3):
-            outlet.put(phase("write"))
-            assert outlet.flush(LIMIT_S), shown(bad)
-        assert outlet.busy, shown(bad)
-        is_logged = f"events are lost: the sink {shown(bad)}" in caplog.text
-        assert is_logged == isinstance(bad, (Failing, Leaving)), shown(bad)
-
-
 def test_a_full_disk_takes_no_save(tmp_path: Path) -> None:
     with small_disk(tmp_path, "1m") as disk:
         (disk / "rest").write_bytes(bytes((1 << 20) - (16 << 10)))
@@ -246,12 +233,3 @@ def test_a_record_that_cannot_be_written_is_lost_alone(
         assert (phases.count("y\\udcff"), phases.count("z")) == (1, 2)
         assert sum(getattr(record, "num_dropped", 0) for record in taken) == len(WRONG)
     assert caplog.text.count("events are lost: the sink: ") == 1
-
-
-def test_users_may_add_numbers_of_numpy_to_a_phase(tmp_path: Path) -> None:
-    events = tmp_path / "events.jsonl"
-    with reknit.phase("eat", events=events) as running:
-        running.nbytes += np.int64(5)
-    assert sinks.flush(LIMIT_S)
-    wait_until(events.exists, LIMIT_S)
-    assert json.loads(events.read_text())["nbytes"] == 5

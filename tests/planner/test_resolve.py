@@ -85,12 +85,6 @@ def test_more_copies_than_are_dealt_out_are_spread_all_the_same(monkeypatch: pyt
     assert np.bincount(owners, minlength=4).min() > 900
 
 
-def test_equal_values_are_written_by_the_lowest_holder_and_unequal_ones_by_each() -> None:
-    first, second = blob_owners(blocks_of([[1, 2], [1, 2, 3]]), blocks_of([[7, 8], [7, 9, 5]])).lists()
-    assert first.tolist() == [0, OWN]
-    assert second.tolist() == [0, OWN, 1]
-
-
 @given(st.lists(st.dictionaries(st.integers(-5, 5), st.integers(0, 1), max_size=4), min_size=1, max_size=6))
 def test_every_blob_is_written_by_its_lowest_holder_unless_holders_disagree(
     held: list[dict[int, int]],
@@ -101,9 +95,3 @@ def test_every_blob_is_written_by_its_lowest_holder_unless_holders_disagree(
             values = {h[key] for h in held if key in h}
             lowest = next(r for r, h in enumerate(held) if key in h)
             assert owner == (lowest if len(values) == 1 else OWN)
-
-
-def test_nothing_to_resolve_is_no_special_case() -> None:
-    empty = blocks_of([[], [], []])
-    assert [o.tolist() for o in shard_owners(empty, empty).lists()] == [[], [], []]
-    assert [o.tolist() for o in blob_owners(empty, empty).lists()] == [[], [], []]

@@ -343,28 +343,6 @@ def test_fetches_that_stay_on_their_host_lie_between_the_turns() -> None:
     assert np.diff(staying, prepend=-1, append=160).max() <= 10
 
 
-def test_reads_that_only_touch_are_read_alone() -> None:
-    reads = [reads_of([(0, 0, 8), (1, 3, 5)]), reads_of([(0, 8, 16), (1, 5, 6)]), reads_of([(2, 0, 1)])]
-    division = shared((reads, [0, 0, 0], CELL))
-    assert [len(part.number) for part in division.parts] == [0, 0, 0]
-    assert [part.taker_first.tolist() for part in division.parts] == [[0], [0], [0]]
-    assert division.num_turns == 0
-
-
-def test_reads_that_overlap_in_a_chain_are_one_fetch_for_all_of_them() -> None:
-    reads = [reads_of([(0, 0, 6), (0, 10, 12)]), reads_of([(0, 4, 9)]), reads_of([(0, 8, 11)])]
-    division = shared((reads, [0, 0, 0], CELL))
-    assert [[row.range for row in rows_of(part)] for part in division.parts] == [[(0, 0, 12)]] * 3
-    assert fetch_of(reads[0], division.parts[0]).tolist() == [0, 0]
-
-
-@table("reads", [[Reads(*[np.zeros(0, np.int64)] * 3)] * 2, [whole(3)]])
-def test_ranks_without_reads_and_a_rank_alone_share_nothing(reads: list[Reads]) -> None:
-    division = shared((reads, [0] * len(reads), CELL))
-    assert [len(part.number) for part in division.parts] == [0] * len(reads)
-    assert all((fetch_of(mine, part) < 0).all() for mine, part in zip(reads, division.parts, strict=True))
-
-
 @table("broken", [(0, 12, 20), (0, 3, 3)])
 def test_a_read_that_keeps_to_no_cell_is_refused_with_its_rank(broken: Range) -> None:
     with pytest.raises(ProtocolError, match=f"rank 1 .* from byte {broken[1]} "):

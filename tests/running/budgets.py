@@ -27,7 +27,7 @@ BUDGETS: dict[str, Budget] = {
     "compat": Budget(35, 88),
     "dataloader": Budget(40, 95),
     "deepspeed": Budget(120, 66),
-    "docs": Budget(140, 78),
+    "docs": Budget(90, 84),
     "engine": Budget(105, 188),
     "examples": Budget(40, 40),
     "faults": Budget(190, 740),

@@ -12,10 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.running.budget import Cost, folder_of
-from tests.running.budgets import Budget
-from tests.running.examples import is_night, partners
-
 ROOT = Path(__file__).parents[2]
 
 STARTS_ONE = """
@@ -63,32 +59,12 @@ def pytest_in(folder: Path, *arguments: str, **files: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("lanes", [[], ["-n", "2"]], ids=["one", "two"])
-def test_a_folder_that_starts_more_processes_than_its_budget_fails_the_run(
-    tmp_path: Path, lanes: list[str]
-) -> None:
-    done = pytest_in(tmp_path, *lanes, dear=STARTS_ONE, cheap="def test_nothing(): pass")
+def test_a_folder_that_starts_more_processes_than_its_budget_fails_the_run(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, "-n", "2", dear=STARTS_ONE, cheap="def test_nothing(): pass")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert "tests/dear outgrew tests/running/budgets.py: 2 processes instead of 0" in done.stdout
     assert "tests/cheap" not in done.stdout.partition("tests by folder")[2]
     assert "2 passed" in done.stdout
-
-
-def test_a_run_at_night_has_no_budgets(tmp_path: Path) -> None:
-    profile = "from hypothesis import settings; settings.register_profile('long', max_examples=1000)"
-    (tmp_path / "conftest.py").write_text(profile)
-    done = pytest_in(tmp_path, "--hypothesis-profile=long", dear=STARTS_ONE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
-
-
-def test_a_server_that_the_budget_does_not_have_is_named() -> None:
-    cost = Cost(processes=3, servers={"s3", "hdfs"})
-    assert cost.beyond(Budget(processes=3, servers=("s3", "hdfs", "gcs"))) == []
-    assert cost.beyond(Budget(processes=2, servers=("s3",))) == [
-        "3 processes instead of 2",
-        "the servers hdfs",
-    ]
 
 
 def test_a_test_that_wants_to_be_alone_runs_beside_no_other(tmp_path: Path) -> None:
@@ -102,22 +78,6 @@ def test_a_test_that_wants_to_be_alone_runs_beside_no_other(tmp_path: Path) -> N
         if name == "begin alone":
             assert notes[:at].count("begin") == notes[:at].count("end")
             assert notes[at + 1] == "end alone"
-
-
-def test_folders_are_those_below_tests() -> None:
-    assert folder_of("tests/engine/test_save.py::test_x[a/b]") == "engine"
-    assert folder_of("tests/test_api.py::test_x") == "."
-
-
-def test_by_day_each_case_has_three_partners_and_is_the_partner_of_three() -> None:
-    every = [str(number) for number in range(15)]
-    chosen = {one: partners(one, every) for one in every}
-    if is_night():
-        assert all(found == every for found in chosen.values())
-        return
-    assert all(len(found) == 3 and one in found for one, found in chosen.items())
-    assert all(sum(one in found for found in chosen.values()) == 3 for one in every)
-    assert set(partners("0", ["0", "1", "2"])) <= {"0", "1", "2"}
 
 
 def test_no_process_of_tests_imports_jax() -> None:

@@ -62,22 +62,3 @@ def test_no_test_is_skipped_for_want_of_a_device() -> None:
         for name in for_want_of_a_device(path.read_text())
     }
     assert found == set(EXCUSED)
-
-
-def test_a_skip_for_want_of_a_device_is_noticed_and_others_are_none() -> None:
-    for source in (
-        "def test_a():\n    if not torch.cuda.is_available():\n        pytest.skip('not here')",
-        "def test_a():\n    pytest.skip('needs a GPU')",
-        "@pytest.mark.skipif(not torch.cuda.is_available(), reason='not here')\ndef test_a(): pass",
-        "from tests.accelerator import why_not\n"
-        "class TestA:\n    def test_a(self):\n        if reason := why_not():\n            skip(reason)",
-        "pytest.importorskip('cuda.bindings')",
-        "needs = pytest.mark.skipif(find_spec('torch_npu') is None or no_device(), reason='')",
-    ):
-        assert len(for_want_of_a_device(source)) == 1, source
-    for source in (
-        "def test_a():\n    if not root():\n        pytest.skip('only root can')",
-        "def test_a():\n    device = torch.device('cuda')\n    pytest.importorskip('duckdb')",
-        "@on_cuda\ndef test_a(): pass",
-    ):
-        assert not for_want_of_a_device(source), source

@@ -14,6 +14,7 @@ from reknit.policies import at, best, every, latest
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import register
 from reknit.storage.wrappers.forwarding import ForwardingStorage
+from tests.running.examples import thinned
 from tests.runs.pieces import damage, numbers, state
 
 if TYPE_CHECKING:
@@ -90,7 +91,13 @@ def live(root: Path, rng: random.Random) -> int | None:
     return saved
 
 
-@pytest.mark.parametrize("seed", range(12, 16))
+def expire(root: Path) -> None:
+    """Let the leases and removals of a process that has died end; others would wait for a minute."""
+    for note in (*root.glob("*/.notes/lease.*"), *root.glob("*/.notes/removal.*")):
+        note.unlink()
+
+
+@pytest.mark.parametrize("seed", thinned((12, 14, 13, 15), 2))
 def test_the_last_step_that_was_saved_and_is_whole_is_what_the_next_run_goes_on_from(
     tmp_path: Path, seed: int
 ) -> None:
@@ -98,6 +105,7 @@ def test_the_last_step_that_was_saved_and_is_whole_is_what_the_next_run_goes_on_
     rng, root, last = random.Random(seed), tmp_path / "run", None
     for _ in range(8):
         saved = live(root, rng)
+        expire(root)
         there = whole(root)
         last = last if saved is None else saved
         assert last is None or last in there

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,12 @@ import pytest
 import reknit
 from reknit import Checkpointer, Cool, Tier
 from reknit.engine.memory.workers import Pace
-from reknit.errors import StorageError, UsageError
+from reknit.errors import UsageError
 from reknit.policies import every, latest
 from reknit.runs import cadence, cooling
-from reknit.storage.registry import register
-from tests.engine.test_moving import expire
 from tests.runs.pieces import damage, numbers, saving, state
-from tests.runs.test_at_every_instant import QUICK, SCHEME, life, open_mortal, whole
-from tests.servers import environment, new_url
+from tests.runs.test_at_every_instant import QUICK
+from tests.servers import reach
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,9 +110,7 @@ def test_the_newest_whole_step_never_moves(tmp_path: Path) -> None:
 
 
 def test_a_tier_has_a_cold_store_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, setting in environment("s3").items():
-        monkeypatch.setenv(name, setting)
-    cool = Cool(new_url("s3"), after=latest(1), bytes_per_s=1e6)
+    cool = Cool(reach("s3", monkeypatch), after=latest(1), bytes_per_s=1e6)
     tiers = [Tier(tmp_path / "a", keep=latest(1)), Tier(tmp_path / "b", every=2, cool=cool)]
     with Checkpointer(tiers=tiers, options=QUICK) as run:
         for step in range(1, 7):
@@ -125,43 +120,6 @@ def test_a_tier_has_a_cold_store_on_s3(tmp_path: Path, monkeypatch: pytest.Monke
     with Checkpointer(tiers=tiers, options=QUICK) as run:
         run.load(held, 4)
     assert held["model"]["w"][0] == 4.0
-
-
-@pytest.mark.parametrize("seed", range(30, 33))
-def test_wherever_a_run_dies_its_steps_load_and_moves_go_on(tmp_path: Path, seed: int) -> None:
-    register(SCHEME, open_mortal)
-    rng, hot, cold = random.Random(seed), tmp_path / "hot", tmp_path / "cold"
-    cool = Cool(f"{SCHEME}://{cold}", after=latest(rng.choice((1, 2))))
-    step = 0
-    for _ in range(6):
-        life.left = rng.randrange(2, 90)
-        before = whole_of(hot)
-        try:
-            with Checkpointer(f"{SCHEME}://{hot}", cool=cool, wait=True, options=QUICK) as run:
-                step = run.resume(state())
-                for _ in range(rng.randrange(1, 5)):
-                    run.save(step, state(float(step)))
-                    step += 1
-        except StorageError as error:
-            if "dead" not in error.message:
-                raise
-        life.left = 1 << 30
-        assert before <= whole_of(hot)
-        for folder in hot.glob("step_*"):
-            expire(folder)
-    with Checkpointer(f"{SCHEME}://{hot}", cool=cool, wait=True, options=QUICK) as run:
-        run.resume(state())
-    stay = 1 if cool.after == latest(1) else 2
-    assert moved(hot) == numbers(hot)[:-stay]
-    for name in moved(hot):
-        assert [path.name for path in (hot / f"step_{name:08d}").iterdir() if path.name != ".notes"] == [
-            "manifest.json"
-        ]
-
-
-def whole_of(root: Path) -> set[int]:
-    life.left = 1 << 30
-    return whole(root) if root.exists() else set()
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -19,8 +18,9 @@ from reknit.storage.local.store import LocalStorage
 from reknit.storage.registry import open_storage, register
 from reknit.storage.wrappers.forwarding import ForwardingStorage
 from reknit.testing.world import run_ranks
+from tests.running.examples import thinned
 from tests.runs.pieces import damage, numbers, resumed, saved, state
-from tests.servers import environment, new_url, server
+from tests.servers import new_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,25 +41,11 @@ def went_back(root: Any, to: int, steps: Sequence[int], **given: Any) -> None:
             run.save(step, state(float(-step)))
 
 
-def place(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a new folder of a store."""
-    if kind == "local":
-        return str(folder)
-    if kind == "hdfs":
-        pytest.importorskip("hdfs_native", reason="HDFS needs hdfs-native")
-        return f"{server(kind)['endpoint']}/line-{uuid.uuid4().hex[:12]}"
-    if kind == "s3":
-        for name, value in environment(kind).items():
-            monkeypatch.setenv(name, value)
-        return new_url(kind)
-    return f"{kind}://{uuid.uuid4().hex[:12]}/run"
-
-
-@pytest.mark.parametrize("kind", ["local", "memory", "s3", "hdfs"])
+@pytest.mark.parametrize("kind", thinned(["local", "memory", "s3", "hdfs"], 2))
 def test_a_restart_continues_the_branch_that_was_saved_last(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = place(kind, tmp_path, monkeypatch)
+    url = new_folder(kind, tmp_path, monkeypatch)
     saved(url, 10, 20, 30)
     went_back(url, 10, [15])
     with Checkpointer(url, wait=True) as run:

@@ -12,8 +12,8 @@ import reknit
 from reknit.engine.stored.steps import step_name
 from reknit.storage.registry import open_storage
 from tests.runs.pieces import state
-from tests.servers import environment, new_url, server
-from tests.storage.fault_proxy import FaultProxy
+from tests.servers import new_url
+from tests.storage.fault_proxy import FaultProxy, before
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,11 +22,8 @@ STEPS = 1500
 
 
 @pytest.fixture
-def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Send all S3 requests of this process through a proxy that counts them."""
-    with FaultProxy(server("s3")["endpoint"]) as proxy:
-        for name, value in environment("s3", proxy.endpoint).items():
-            monkeypatch.setenv(name, value)
+def proxy() -> Iterator[FaultProxy]:
+    with before("s3") as proxy:
         yield proxy
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 import reknit
@@ -76,10 +75,3 @@ def test_step_numbers_that_begin_again_with_each_epoch_are_refused_instead_of_ne
         with pytest.raises(UsageError, match="step 0 comes after step 4, which this run has saved") as caught:
             run.should_save(0)
     assert "through all epochs" in (caught.value.remedy or "")
-
-
-def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
-    number: Any = np.int64(5)
-    assert every(number) == every(5)
-    assert every(minutes=np.float32(2)) == every(minutes=2)
-    assert reknit.Tier(tmp_path, every=number).when() == every(5)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def test_steps_load_whatever_becomes_of_a_run() -> None:
-    for seed in range(examples(3)):
+    for seed in range(examples(4)):
         Schedule(seed).live()
 
 

@@ -17,7 +17,7 @@ from reknit.testing.faulty_storage import Fault
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import wait_until
 from tests.runs.pieces import damage, numbers, saved, saving, state
-from tests.servers import environment, new_url
+from tests.servers import reach
 from tests.storage.killpoint import faulty_url, register_faulty
 from tests.storage.process_memory import ProcessMemory
 
@@ -268,13 +268,11 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_memory_a_disk_and_s3_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, setting in environment("s3").items():
-        monkeypatch.setenv(name, setting)
     monkeypatch.setenv("REKNIT_MEMORY", str(tmp_path / "memory"))
     tiers = [
         Tier("mem://run", every=1, keep=latest(2)),
         Tier(tmp_path / "disk", every=2, keep=latest(1)),
-        Tier(new_url("s3"), every=4, bytes_per_s=1e6),
+        Tier(reach("s3", monkeypatch), every=4, bytes_per_s=1e6),
     ]
     with run_of(*tiers, wait=False) as run:
         for step in range(1, 9):

@@ -7,12 +7,16 @@ import http.server
 import socket
 import struct
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import pytest
+
+from tests.servers import environment, server
 from tests.storage.local_server import LocalServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 Refusal = Literal[
     "500",
@@ -192,3 +196,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         self.rfile.close()
         self.connection.close()
+
+
+@contextmanager
+def before(store: str) -> Iterator[FaultProxy]:
+    """Start a proxy before a server, and lead all requests of this process and its agents through it."""
+    with FaultProxy(server(store)["endpoint"]) as proxy, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(store, proxy.endpoint).items():
+            patch.setenv(name, value)
+        yield proxy

@@ -11,6 +11,7 @@ import pytest
 from reknit.storage.local.memory import MemoryStorage
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.storage_suite import StorageSuite
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     from reknit.storage.base import Storage
@@ -44,6 +45,16 @@ class OneRowOfAKind(StorageSuite):
     @pytest.mark.parametrize("largest_hole", [7, 100_000])
     def test_runs_come_one_after_another(self, storage: Storage, nbytes: int, largest_hole: int) -> None:
         super().test_runs_come_one_after_another(storage, nbytes, largest_hole)
+
+
+class OnSlowServer(OneRowOfAKind):
+    """By day without the races that take seconds on a server; those of commits and of new files stay."""
+
+    if not is_night():
+        test_a_file_deleted_under_its_readers_is_whole_or_missing = None  # type: ignore[assignment]
+        test_creating_in_a_folder_while_others_empty_it = None  # type: ignore[assignment]
+        test_many_threads_read_many_files = None  # type: ignore[assignment]
+        test_readers_see_the_old_content_or_the_new = None  # type: ignore[assignment]
 
 
 class TestLocalWithPowerDurability(LocalSuite):

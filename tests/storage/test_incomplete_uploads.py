@@ -14,7 +14,7 @@ from reknit.errors import StorageError, StoragePermissionError, StorageUnavailab
 from reknit.storage.base import Dated
 from reknit.storage.object.store import ObjectStorage, open_object
 from reknit.storage.object.upload import MultipartUpload
-from tests.servers import environment, new_url, uploads_left
+from tests.servers import environment, reach, uploads_left
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +24,7 @@ KEY = "model/00000.0123abcd.safetensors"
 
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> ObjectStorage:
-    for name, value in environment("s3").items():
-        monkeypatch.setenv(name, value)
-    return open_object(f"{new_url('s3')}?part_mib=5&retries=1")
+    return open_object(f"{reach('s3', monkeypatch)}?part_mib=5&retries=1")
 
 
 def client() -> Any:

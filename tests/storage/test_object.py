@@ -23,11 +23,11 @@ from reknit.storage.object.store import ObjectStorage
 from reknit.storage.object.upload import MAX_PARTS, part_size
 from reknit.storage.registry import open_storage
 from reknit.storage.wrappers.retrying import RetryingStorage
-from reknit.testing.storage_suite import StorageSuite, listed
+from reknit.testing.storage_suite import listed
 from reknit.testing.storage_suite.suite import Suite
 from reknit.testing.storage_suite.writing import WritingSuite
-from tests.servers import environment, new_url, raw_get, raw_put, uploads_left
-from tests.storage.test_contract import OneRowOfAKind
+from tests.servers import new_url, raw_get, raw_put, reach, uploads_left
+from tests.storage.test_contract import OneRowOfAKind, OnSlowServer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,8 +51,7 @@ class OnServer(Suite):
 
     @pytest.fixture(autouse=True)
     def _reached(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in environment(self.server).items():
-            monkeypatch.setenv(name, value)
+        reach(self.server, monkeypatch)
 
     def make(self, tmp_path: Path) -> Storage:
         storage = open_storage(f"{new_url(self.server)}?retry_s=0")
@@ -66,15 +65,15 @@ class OnServer(Suite):
         raw_put(self.server, f"{storage.url}/{path}", data)
 
 
-class TestS3(OnServer, StorageSuite):
+class TestS3(OnServer, OneRowOfAKind):
     server = "s3"
 
 
-class TestGcs(OnServer, OneRowOfAKind):
+class TestGcs(OnServer, OnSlowServer):
     server = "gcs"
 
 
-class TestAzure(OnServer, OneRowOfAKind):
+class TestAzure(OnServer, OnSlowServer):
     server = "azure"
 
 
@@ -105,9 +104,7 @@ class TestAzureWithFilesInParts(OnServer, WritingSuite):
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the URL of a new folder on the S3 server, which the environment leads to."""
-    for name, value in environment("s3").items():
-        monkeypatch.setenv(name, value)
-    return new_url("s3")
+    return reach("s3", monkeypatch)
 
 
 def in_parts(url: str, **options: Any) -> ObjectStorage:

@@ -19,7 +19,7 @@ import reknit
 from reknit.errors import CheckpointExistsError, StorageError
 from reknit.storage.object.store import open_object
 from reknit.storage.registry import open_storage
-from tests.servers import environment, new_url, server
+from tests.servers import reach, server
 
 EACH = pytest.mark.parametrize("url", ["rclone", "swift"], indirect=True)
 RCLONE = pytest.mark.parametrize("url", ["rclone"], indirect=True)
@@ -60,9 +60,7 @@ print(storage.commit("manifest.json", number.encode(), pending=f"pending.{number
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in environment(request.param).items():
-        monkeypatch.setenv(name, value)
-    return new_url(request.param)
+    return reach(request.param, monkeypatch)
 
 
 def files_below(url: str) -> list[str]:

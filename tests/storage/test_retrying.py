@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
-import threading
+import math
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +19,8 @@ from reknit.storage.registry import open_storage, recipe, register
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy, with_retries
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.storage_suite import listed, pattern, read, write
-from tests.faults.nursery import wait_until
-from tests.ports import free_port
-from tests.servers import environment, new_url, server
+from tests.servers import new_url
+from tests.storage.fault_proxy import FaultProxy, before
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -205,132 +202,64 @@ def test_what_is_on_this_host_or_registered_is_opened_as_it_is(tmp_path: Path) -
 
 # A server that goes away and comes back
 
-AWAY_S = 1.5
+AWAY_S, MANY = 1.5, 1 << 20
 
 
-class Gate:
-    """Leads connections to a server, and refuses them while it is shut."""
+class AwayFor:
+    """Is a server away when a request comes?  For some seconds, from so many of its PUT requests on."""
 
-    def __init__(self, upstream: str) -> None:
-        host, _, port = upstream.removeprefix("http://").partition(":")
-        self._upstream = (host, int(port))
-        self._lock = threading.Lock()
-        self._connected: set[socket.socket] = set()
-        self._listener: socket.socket | None = None
-        self._timer = threading.Timer(0, self.open)
-        self.port = free_port()  # no connection takes it while this is shut
-        self.puts = 0
-        self.shut_after: int | None = None
-        self.open()
+    def __init__(self, after_puts: int = 0) -> None:
+        self.left, self.over_at = after_puts, math.inf
 
-    def open(self) -> None:
-        """Take connections."""
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
-
-    def shut(self) -> None:
-        """Refuse new connections, and cut the existing ones."""
-        with self._lock:
-            listener, self._listener = self._listener, None
-            connected = set(self._connected)
-        for one in (*connected, *([] if listener is None else [listener])):
-            cut(one)
-
-    def shut_for(self, seconds: float) -> None:
-        """Stay shut for some seconds from now on."""
-        self.shut()
-        self._timer = threading.Timer(seconds, self.open)
-        self._timer.start()
-
-    def end(self) -> None:
-        """Shut, and end all threads."""
-        self._timer.cancel()
-        self.shut()
-        wait_until(lambda: not self._connected, 10)
-
-    def _serve(self, listener: socket.socket) -> None:
-        with listener:
-            while True:
-                try:
-                    client, _ = listener.accept()
-                except OSError:
-                    return
-                threading.Thread(target=self._lead, args=(listener, client), daemon=True).start()
-
-    def _lead(self, listener: socket.socket, client: socket.socket) -> None:
-        with client, socket.create_connection(self._upstream) as there:
-            with self._lock:
-                self._connected |= {client, there}
-                if self._listener is not listener:
-                    cut(client)
-            back = threading.Thread(target=self._pass_on, args=(there, client), daemon=True)
-            back.start()
-            self._pass_on(client, there)
-            back.join()
-            with self._lock:
-                self._connected -= {client, there}
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):  # cut, by one end or by `shut`
-            while data := source.recv(1 << 16):
-                if data.startswith(b"PUT "):
-                    self.puts += 1
-                    if self.puts == self.shut_after:
-                        self.shut_for(AWAY_S)
-                        break
-                sink.sendall(data)
-        cut(source)
-        cut(sink)
+    def __call__(self, request: str) -> bool:
+        self.left -= request.startswith("PUT ")
+        if self.left <= 0 and self.over_at == math.inf:
+            self.over_at = time.monotonic() + AWAY_S
+        return self.left <= 0 and time.monotonic() < self.over_at
 
 
-def cut(one: socket.socket) -> None:
-    with suppress(OSError):  # it is cut already
-        one.shutdown(socket.SHUT_RDWR)
+def go_away(proxy: FaultProxy, after_puts: int = 0) -> None:
+    proxy.spoil_those(AwayFor(after_puts), "reset before", times=MANY)
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def proxy() -> Iterator[FaultProxy]:
     pytest.importorskip("obstore", reason="the object stores need obstore")
-    gate = Gate(server("s3")["endpoint"])
-    for name, value in environment("s3", f"http://127.0.0.1:{gate.port}").items():
-        monkeypatch.setenv(name, value)
-    yield gate
-    gate.end()
+    with before("s3") as proxy:
+        yield proxy
 
 
-@pytest.mark.parametrize("shut_after", [None, 4])
+@pytest.mark.parametrize("after_puts", [0, 4])
 def test_a_save_and_a_load_pass_through_a_server_that_is_away_for_a_while(
-    shut_after: int | None, gate: Gate, caplog: pytest.LogCaptureFixture
+    after_puts: int, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client alone, which tries twice, would give up in a fraction of a second."""
     url = new_url("s3")
     state: dict[str, Any] = {"model": {"w": np.arange(200_000.0)}, "extra": {"n": 3}}
-    gate.shut()
+    go_away(proxy)
     with pytest.raises(StorageUnavailableError):
         reknit.save(f"{url}/alone?retries=1&retry_s=0", state)
-    gate.open()
-    gate.shut_after = None if shut_after is None else gate.puts + shut_after
-    if shut_after is None:
-        gate.shut_for(AWAY_S)
-    begin = time.monotonic()
+    go_away(proxy, after_puts)
     with caplog.at_level(logging.WARNING, "reknit"):
         reknit.save(f"{url}/run?retries=1", state)
-    assert time.monotonic() - begin >= AWAY_S
+    assert proxy.unspoilt < MANY
     assert any("is tried again, for up to 120 s" in record.getMessage() for record in caplog.records)
     assert len(caplog.records) < 10
-    gate.shut_for(AWAY_S)
+    go_away(proxy)
     target: dict[str, Any] = {"model": {"w": np.zeros(200_000)}, "extra": {"n": 0}}
     reknit.load(f"{url}/run?retries=1", target)
     assert (target["model"]["w"] == state["model"]["w"]).all()
     assert target["extra"] == {"n": 3}
 
 
-def test_parts_of_a_large_file_outlast_a_server_that_is_away_by_the_clients_own_tries(gate: Gate) -> None:
+def test_parts_of_a_large_file_outlast_a_server_that_is_away_by_the_clients_own_tries(
+    proxy: FaultProxy,
+) -> None:
     data = np.random.default_rng(1).integers(0, 256, 40 * MIB, np.uint8)
     url = new_url("s3")
-    gate.shut_after = 6
+    go_away(proxy, after_puts=6)
     reknit.save(url, {"m": {"w": data}})
-    assert gate.puts > 6
+    assert proxy.unspoilt < MANY
     target = np.zeros_like(data)
     reknit.load(url, {"m": {"w": target}})
     assert (target == data).all()

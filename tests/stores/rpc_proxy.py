@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Fault = Literal["dropped", "lost", "delayed", "doubled"]
+Fault = Literal["lost", "delayed", "dropped", "doubled"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 DELAY_S = 0.05
 _HELLO_NBYTES = 7

@@ -15,6 +15,7 @@ from reknit.storage.wrappers.forwarding import innermost
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.stores.hdfs.store import open_hdfs
 from reknit.testing.storage_suite import listed, pattern, read, write
+from tests.running.examples import thinned
 from tests.servers import server
 from tests.stores.rpc_proxy import FAULTS, RpcProxy
 
@@ -113,7 +114,7 @@ CALLS: list[tuple[Callable[[Storage], None], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", thinned(FAULTS, 2))
 def test_an_operation_whose_calls_meet_a_fault_is_done_once(proxy: RpcProxy, fault: Fault) -> None:
     """The next call of each method meets it, also when the operation is repeated."""
     for operation, methods in CALLS:

@@ -20,22 +20,17 @@ from reknit.storage.registry import register
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.stores.hdfs.store import HdfsStorage, open_hdfs
 from reknit.testing.storage_suite import listed, pattern, read
-from tests.stores.hdfs_probes import Cluster, everything, place, running, write
+from tests.stores.hdfs_probes import everything, place, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reknit.options import Durability
     from reknit.storage.base import Storage
+    from tests.stores.hdfs_probes import Cluster
 
 OPTIONS = "part_mib=1&block_mib=1&timeout_s=4&tries=6&replication=2"
 PATIENCE = RetryPolicy(deadline_s=60, longest_s=1)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("hdfs"), datanodes=3) as found:
-        yield found
 
 
 @pytest.fixture

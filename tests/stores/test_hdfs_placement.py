@@ -25,25 +25,16 @@ from reknit.stores.hdfs.requests import DataNode, RpcRequests
 from reknit.stores.hdfs.store import HdfsStorage, open_hdfs
 from reknit.stores.hdfs.upload import BlockPlacement
 from reknit.testing.storage_suite import listed, pattern, read
-from tests.stores.hdfs_probes import Cluster, everything, place, running, write
+from tests.running.examples import is_night, thinned
+from tests.stores.hdfs_probes import everything, place, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.stores.hdfs_probes import Cluster
+
 OPTIONS = "part_mib=1&block_mib=1&timeout_s=5"
 VICTIM = "datanode2"
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Yield three DataNodes, and a NameNode that does not notice a silent one within a test."""
-    settings = {
-        "dfs.namenode.avoid.write.stale.datanode": "false",
-        "dfs.namenode.heartbeat.recheck-interval": "600000",
-        "dfs.namenode.replication.considerLoad": "false",  # a node that falls silent at work would look busy
-    }
-    with running(tmp_path_factory.mktemp("hdfs"), datanodes=3, **settings) as found:
-        yield found
 
 
 @pytest.fixture
@@ -163,6 +154,7 @@ def test_where_no_other_nodes_are_left_those_have_to_do(
     assert read(storage, "x", 0, len(data)) == data
 
 
+@pytest.mark.skipif(not is_night(), reason="at night: it waits for eight seconds")
 def test_nodes_that_answer_are_not_avoided_whatever_failed(
     cluster: Cluster, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +234,7 @@ def test_a_node_that_takes_a_connection_and_says_nothing_is_not_there(
         assert not hdfs_placing.answers(DataNode("key", listener.getsockname(), b""))
 
 
-@pytest.mark.parametrize("replication", [1, 2])
+@pytest.mark.parametrize("replication", thinned([1, 2], 2))
 def test_what_fails_on_a_silent_node_is_written_elsewhere_at_the_second_try(
     cluster: Cluster,
     request: pytest.FixtureRequest,
