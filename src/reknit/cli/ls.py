@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from reknit.api import stored
+import reknit
 from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.stored.at_path import manifest_in
 from reknit.engine.stored.hints import MOST_FOREIGN, absent, elsewhere, foreign, foreign_inside, own_files
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_latest(args: argparse.Namespace) -> int:
     """Print the path, and return the exit code."""
-    newest = stored.latest(args.root)
+    newest = reknit.latest(args.root)
     if newest is None:
         with closing(open_storage(args.root)) as storage:
             raise absent(storage, "there is no checkpoint directly below")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.api import stored
+import reknit
 from reknit.api.checks import open_checkpoint
 from reknit.cli.output import print_json, printable
 from reknit.engine.stored.at_path import read_manifest
@@ -30,7 +30,7 @@ from reknit.types.shard import full_name
 if TYPE_CHECKING:
     import argparse
 
-    from reknit.engine.reports import VerifyReport
+    from reknit import VerifyReport
     from reknit.storage.base import Storage
     from reknit.types.manifest import Index, Manifest
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             "--output names the file for the rebuilt index, and no index is rebuilt",
             remedy="add --rebuild-index, or leave --output out",
         )
-    report = stored.verify(args.path, "data" if args.data else "metadata")
+    report = reknit.verify(args.path, "data" if args.data else "metadata")
     findings = _Findings(quiet=args.json)
     for problem in report.problems:
         findings.problem(problem)

@@ -10,7 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from reknit.api import loads
+import reknit
+from reknit import Checkpointer
 from reknit.comm.group import SoloGroup
 from reknit.errors import CheckpointNotFoundError, MissingExtraError, UsageError
 from reknit.events.phase import Deadline
@@ -18,8 +19,7 @@ from reknit.frameworks import tree
 from reknit.frameworks.stateful import Kept
 from reknit.frameworks.torch import dtensor, flat_part
 from reknit.locations import location_text
-from reknit.policies.keep_policies import latest
-from reknit.runs.checkpointer import Checkpointer
+from reknit.policies import latest
 
 try:
     from torchft.checkpointing import CheckpointTransport
@@ -93,7 +93,7 @@ class ReknitTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         deadline = Deadline(timeout.total_seconds())
         while True:
             try:
-                loads.load(path, {_STATE: kept}, options=self._load_options, group=self._group)
+                reknit.load(path, {_STATE: kept}, options=self._load_options, group=self._group)
             except CheckpointNotFoundError:
                 if deadline.remaining() <= 0:
                     raise

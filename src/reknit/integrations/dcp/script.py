@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as torch_dcp
 
-from reknit.api import ranks
+import reknit
 from reknit.engine.stored.recognising import manifest_exists
 from reknit.integrations.dcp.planner import DcpReader as Reader
 from reknit.integrations.dcp.planner import DcpWriter as Writer
@@ -93,7 +93,7 @@ def load(
 
 
 def _group(process_group: Any, *, no_dist: bool) -> AnyGroup | None:
-    return ranks.alone() if no_dist else process_group
+    return reknit.alone() if no_dist else process_group
 
 
 def _alone(*, no_dist: bool) -> dict[str, bool]:

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from reknit.api import ranks
+import reknit
 from reknit.api.checks import open_checkpoint
-from reknit.api.ranks import alone
+from reknit.api.ranks import acting
 from reknit.comm import group as comm
 from reknit.engine.memory.write import PIECE_NBYTES, ByteSource, Outgoing, Tuner, write_bytes, write_files
 from reknit.engine.reports import other_files
@@ -212,13 +212,13 @@ class _ForeignFiles(ByteSource):
 def launched() -> Iterator[Group]:
     """Connect the processes that a launcher started, for the duration of the block; else be alone."""
     if launch() is None:
-        yield ranks.alone()
+        yield reknit.alone()
         return
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     try:
-        yield ranks.acting(None, CommOptions()).group
+        yield acting(None, CommOptions()).group
     finally:
         dist.destroy_process_group()
 
@@ -301,7 +301,7 @@ def import_checkpoint(
         assert found.manifest.other is not None
         place = store_of(source, found.manifest.other)
         job = _Import(found, place, target, write_id, num_threads(workers))
-        return job.run(group or alone(), step, source.url, overwrite=overwrite)
+        return job.run(group or reknit.alone(), step, source.url, overwrite=overwrite)
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.reports import VerifyReport, unchecked
+from reknit import VerifyReport
+from reknit.engine.reports import unchecked
 from reknit.engine.stored.file_checks import check_size
 from reknit.errors import CorruptError, FormatError, StorageError, shown
 from reknit.integrations.formats.derived import Cell, derived

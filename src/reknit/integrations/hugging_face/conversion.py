@@ -19,7 +19,8 @@ from reknit.types.box import Box
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from reknit.transforms.base import Rule, Shape
+    from reknit.transforms import Rule
+    from reknit.transforms.base import Shape
 
 _WRAPPERS = ("module", "_orig_mod")
 _REMEDY = "load the folder with from_pretrained of transformers, and save that model with reknit"

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.integrations.formats.export import Fills
     from reknit.storage.base import Storage
-    from reknit.transforms.base import Rule
+    from reknit.transforms import Rule
 
 
 _TAKEN = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "LICENSE*")

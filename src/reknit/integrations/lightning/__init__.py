@@ -16,7 +16,7 @@ from weakref import proxy
 
 import torch
 
-from reknit.api.stored import steps
+from reknit import Checkpointer, steps
 from reknit.errors import MissingExtraError, UsageError
 from reknit.integrations.lightning import hooks
 from reknit.integrations.lightning import step as lightning_folder
@@ -25,18 +25,17 @@ from reknit.integrations.lightning.strategy import adopt
 from reknit.locations import location_text
 from reknit.policies import best, latest
 from reknit.policies.keep_policies import ranked
-from reknit.runs.checkpointer import Checkpointer
 from reknit.runs.folder import refuse_living
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
-    from reknit.engine.reports import LoadReport
+    from reknit import LoadReport, SavedStep
     from reknit.options import LoadOptions, SaveOptions
-    from reknit.policies.policy import KeepRule, Policy
+    from reknit.policies import Policy
+    from reknit.policies.policy import KeepRule
     from reknit.runs.folder import LaterSteps, OtherRun
-    from reknit.types.manifest import SavedStep
 
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")

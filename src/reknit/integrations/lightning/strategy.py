@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from reknit import PerRank, RngState
 from reknit.engine.stored.recognising import manifest_exists
 from reknit.errors import StateError, UsageError
-from reknit.frameworks.per_rank import PerRank, RngState
 from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations import loaders
 from reknit.integrations.lightning.hooks import (

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from reknit import PerRank
 from reknit.errors import StateError
 from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.per_rank import PerRank, PerRankAdapter
+from reknit.frameworks.per_rank import PerRankAdapter
 from reknit.frameworks.stateful import Accessors
 from reknit.frameworks.torch import members, own_load
 from reknit.frameworks.torch.dtensor import is_dtensor

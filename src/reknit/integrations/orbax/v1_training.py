@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.outcome import PendingSave
+    from reknit import PendingSave
     from reknit.integrations.orbax.manager import StepFacts
     from reknit.options import SaveOptions
     from reknit.runs.folder import OtherRun
