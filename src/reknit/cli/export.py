@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import reknit
 from reknit.cli.output import print_fields, print_json, printable
 from reknit.errors import MissingExtraError, UsageError, shown
-from reknit.events.progress import amount
 from reknit.integrations.formats.programs import installed
 from reknit.integrations.hugging_face.export import MAX_SHARD_NBYTES, Dtype, export_hf
+from reknit.plugins.events import amount
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING
 
 import reknit
 from reknit.cli.output import print_json, print_table, printable, time_text
-from reknit.engine.stored.at_path import manifest_in
 from reknit.engine.stored.hints import MOST_FOREIGN, absent, elsewhere, foreign, foreign_inside, own_files
-from reknit.engine.stored.steps import folder_in
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
-from reknit.events.phase import Deadline
-from reknit.events.progress import amount
-from reknit.storage.registry import open_storage
+from reknit.plugins.events import amount
+from reknit.plugins.store import Deadline, open_storage
+from reknit.plugins.trainer import folder_in, manifest_in
 
 if TYPE_CHECKING:
     import argparse
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 _SEARCH_S = 5.0
 """Seconds for the search of all folders without files of reknit."""

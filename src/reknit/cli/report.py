@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     from reknit.monitor.operations import read_operations
     from reknit.monitor.summary import figures_of, summary_lines
     from reknit.monitor.text import RUN_HEADS, headline, run_rows
-    from reknit.types.small import named
+    from reknit.plugins.events import named
 
     operations, num_invalid, num_dropped, done = read_operations(args.events)
     if num_dropped:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import reknit
 from reknit.cli.output import print_json, printable
-from reknit.events.progress import amount
+from reknit.plugins.events import amount
 
 if TYPE_CHECKING:
     import argparse

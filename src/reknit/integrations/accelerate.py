@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 import reknit
-from reknit.api.ranks import acting
 from reknit.errors import FormatError, MissingExtraError, StateError, UsageError
-from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations.private_hooks import private
 from reknit.options import CommOptions, SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.load_step import say_resumed
+from reknit.plugins.trainer import Accessors, Kept, acting, ask_root, say_resumed
 
 try:
     from accelerate.utils import DistributedType

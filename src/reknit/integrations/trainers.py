@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from reknit import PerRank
-from reknit.engine.stored.steps import step_name
 from reknit.errors import CheckpointExistsError, MismatchError, UsageError, shown
 from reknit.locations import location_text
-from reknit.policies.policy import KeepPolicy
-from reknit.runs.tiers import below
+from reknit.plugins.trainer import KeepPolicy, below, step_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import reknit
 from reknit import RngState
-from reknit.api.ranks import acting
-from reknit.engine.stored.steps import step_name
 from reknit.errors import MissingExtraError, StateError, UsageError, VersionError
-from reknit.frameworks.stateful import Kept
 from reknit.integrations import trainers
+from reknit.plugins.trainer import Kept, acting, step_name
 
 try:
     import accelerate  # noqa: F401 (the loaders below import it)
@@ -42,10 +40,7 @@ from reknit.integrations.private_hooks import require_hooks
 from reknit.integrations.trainers import StepLimit
 from reknit.locations import location_text
 from reknit.options import SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.folder import refuse_living
-from reknit.runs.load_step import UNSOUND, say_resumed
-from reknit.runs.tiers import below
+from reknit.plugins.trainer import UNSOUND, ask_root, below, refuse_living, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

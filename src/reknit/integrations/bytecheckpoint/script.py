@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import reknit
 from reknit import PerRank
-from reknit.api.ranks import acting
-from reknit.engine.reports import some
-from reknit.engine.stored.at_path import manifest_in
 from reknit.errors import UsageError, shown
-from reknit.frameworks.stateful import Kept
 from reknit.locations import location_text
 from reknit.options import LoadOptions, SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.pending_saves import wait_for_agents
-from reknit.runs.tiers import below
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import (
+    Kept,
+    acting,
+    ask_root,
+    below,
+    manifest_in,
+    open_storage,
+    some,
+    wait_for_agents,
+)
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reknit import LoadReport, PendingSave
-    from reknit.comm.group import Group
+    from reknit.plugins.trainer import Group
 
 logger = logging.getLogger("reknit")
 

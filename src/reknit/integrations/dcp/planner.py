@@ -28,15 +28,11 @@ from torch.futures import Future
 
 import reknit
 from reknit.errors import MismatchError, StateError, UsageError
-from reknit.frameworks import tree
-from reknit.frameworks.custom import Held, Value, registered
-from reknit.frameworks.neutral import from_neutral
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch import dtensor as mesh_places
-from reknit.frameworks.torch.tensor import torch_dtype
-from reknit.frameworks.walk.walk import World
 from reknit.locations import location_text
 from reknit.options import LoadOptions
+from reknit.plugins.framework import Held, Value, World, from_neutral, registered, torch_dtype, tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,9 +41,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
     from reknit import Checkpoint, PendingSave
-    from reknit.api.ranks import AnyGroup
     from reknit.options import SaveOptions
-    from reknit.types.shard import TensorSpec
+    from reknit.plugins.framework import TensorSpec
+    from reknit.plugins.trainer import AnyGroup
 
     Path = tuple[str | int, ...]
 

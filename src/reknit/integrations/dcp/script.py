@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed.checkpoint as torch_dcp
 
 import reknit
-from reknit.engine.stored.recognising import manifest_exists
 from reknit.integrations.dcp.planner import DcpReader as Reader
 from reknit.integrations.dcp.planner import DcpWriter as Writer
 from reknit.integrations.dcp.planner import required
 from reknit.locations import location_text
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import manifest_exists, open_storage
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from reknit.api.ranks import AnyGroup
+    from reknit.plugins.trainer import AnyGroup
 
 __all__ = ["Reader", "Writer", "async_save", "load", "save"]
 

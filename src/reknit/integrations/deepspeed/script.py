@@ -13,17 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import reknit
-from reknit.api.ranks import acting
 from reknit.errors import MismatchError, UsageError
-from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations.deepspeed import private
 from reknit.integrations.formats.programs import newest_of_others
 from reknit.integrations.formats.recognise import run_of_others
 from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions, SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.load_step import say_resumed
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import Accessors, Kept, acting, ask_root, open_storage, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

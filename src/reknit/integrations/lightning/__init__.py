@@ -23,9 +23,9 @@ from reknit.integrations.lightning import step as lightning_folder
 from reknit.integrations.lightning.step import FolderOfRun
 from reknit.integrations.lightning.strategy import adopt
 from reknit.locations import location_text
+from reknit.plugins.trainer import refuse_living
 from reknit.policies import best, latest
 from reknit.policies.keep_policies import ranked
-from reknit.runs.folder import refuse_living
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
     from reknit import LoadReport, SavedStep
     from reknit.options import LoadOptions, SaveOptions
+    from reknit.plugins.trainer import KeepRule, LaterSteps, OtherRun
     from reknit.policies import Policy
-    from reknit.policies.policy import KeepRule
-    from reknit.runs.folder import LaterSteps, OtherRun
 
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")

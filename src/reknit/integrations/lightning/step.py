@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import reknit
-from reknit.engine.stored.recognising import manifest_exists
-from reknit.engine.stored.run_record import read_line
-from reknit.engine.stored.steps import numbered
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -18,23 +15,20 @@ from reknit.errors import (
     UsageError,
     VersionError,
 )
-from reknit.frameworks import tree
-from reknit.frameworks.stateful import Kept
 from reknit.integrations.formats.programs import is_start, newest_of_others
 from reknit.integrations.formats.recognise import checkpoint_of_others, run_of_others
 from reknit.integrations.lightning.hooks import copied
 from reknit.integrations.trainers import newest_before
 from reknit.locations import location_text
 from reknit.options import LoadOptions
-from reknit.runs.load_step import UNSOUND
-from reknit.runs.tiers import below
-from reknit.storage.registry import open_storage
+from reknit.plugins.framework import tree
+from reknit.plugins.trainer import UNSOUND, Kept, below, manifest_exists, numbered, open_storage, read_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit import Checkpointer, LoadReport
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 
 _SUFFIX = ".ckpt"

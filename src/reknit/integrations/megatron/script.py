@@ -21,14 +21,11 @@ import torch.distributed as dist
 
 import reknit
 from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
-from reknit.events.phase import Deadline
-from reknit.frameworks import tree
-from reknit.frameworks.stateful import Kept
 from reknit.integrations.megatron import private, sharded
 from reknit.integrations.megatron.model import names_of, with_flat_leaves
 from reknit.options import SaveOptions
-from reknit.runs.load_step import say_resumed
-from reknit.storage.registry import open_storage
+from reknit.plugins.framework import tree
+from reknit.plugins.trainer import Deadline, Kept, open_storage, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

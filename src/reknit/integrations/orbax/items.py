@@ -15,19 +15,21 @@ from orbax import checkpoint as ocp
 
 import reknit
 from reknit import PerRank
-from reknit.api.ranks import acting
-from reknit.engine.stored.at_path import manifest_in
-from reknit.engine.stored.steps import step_name
 from reknit.errors import MismatchError, UsageError, shown
-from reknit.frameworks import tree
-from reknit.frameworks.stateful import Kept, is_stateful
 from reknit.integrations.jax.arrays import IMPLEMENTATION
 from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions
-from reknit.runs.load_step import say_resumed
-from reknit.runs.tiers import below
-from reknit.storage.registry import open_storage
-from reknit.types.dtype import numpy_dtype
+from reknit.plugins.framework import numpy_dtype, tree
+from reknit.plugins.trainer import (
+    Kept,
+    acting,
+    below,
+    is_stateful,
+    manifest_in,
+    open_storage,
+    say_resumed,
+    step_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

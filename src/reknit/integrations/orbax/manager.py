@@ -16,28 +16,32 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 import reknit
 from reknit import Checkpointer
-from reknit.api.ranks import acting
-from reknit.engine.stored.run_record import Line
-from reknit.engine.stored.steps import numbered, step_name
 from reknit.errors import CheckpointExistsError, UsageError
 from reknit.integrations.formats.recognise import checkpoint_of_others
 from reknit.integrations.orbax.checkpointers import described, legacy_args
 from reknit.integrations.orbax.items import CUSTOM, kept_value, restored, saved_state
 from reknit.locations import location_text
 from reknit.options import SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.folder import refuse_living
-from reknit.runs.pending_saves import forbid_markers, wait_for_agents
-from reknit.runs.tiers import below
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import (
+    Line,
+    acting,
+    ask_root,
+    below,
+    forbid_markers,
+    numbered,
+    open_storage,
+    refuse_living,
+    step_name,
+    wait_for_agents,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
     from reknit import PendingSave, SavedStep
-    from reknit.runs.folder import OtherRun
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
+    from reknit.plugins.trainer import OtherRun
 
 
 logger = logging.getLogger("reknit")

@@ -22,8 +22,7 @@ from reknit import Checkpointer, policies
 from reknit.errors import MismatchError, MissingExtraError, UsageError
 from reknit.integrations.dcp import script as dcp
 from reknit.options import LoadOptions, SaveOptions  # noqa: TC001 - tyro reads the types of a config
-from reknit.runs.folder import BEGIN_ANEW
-from reknit.runs.load_step import say_resumed
+from reknit.plugins.trainer import BEGIN_ANEW, say_resumed
 
 try:
     import tyro
