@@ -29,7 +29,7 @@ OPEN = {
     f"reknit{name}"
     for name in ("", ".errors", ".keywords", ".locations", ".options", ".plugins", ".policies", ".transforms")
 }
-"""The modules of the core that plug-ins may import: those of public names, and those that all may import."""
+"""Modules of the core that plug-ins may import: public ones, and ones that every module may import."""
 SOURCES = ROOT / "src/reknit"
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 LIBRARIES = ("torch", "jax", "grpc")

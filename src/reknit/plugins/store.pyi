@@ -11,6 +11,7 @@ from reknit.storage.base import ExistingError as ExistingError
 from reknit.storage.base import ForkGuard as ForkGuard
 from reknit.storage.base import HasDates as HasDates
 from reknit.storage.base import HasDerivedFiles as HasDerivedFiles
+from reknit.storage.base import HasFolderAbove as HasFolderAbove
 from reknit.storage.base import Listed as Listed
 from reknit.storage.base import Progress as Progress
 from reknit.storage.base import Reading as Reading
