@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import reknit
-from reknit.frameworks.custom import Held, Value, register_framework
+from reknit.plugins.framework import Held, Value, register_framework
 from reknit.testing.world import run_ranks
 
 if TYPE_CHECKING:

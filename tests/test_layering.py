@@ -25,8 +25,11 @@ grimp = pytest.importorskip("grimp")
 
 ROOT = Path(__file__).parents[1]
 BORDER = ROOT / "tests/border.txt"
-OPEN = ("reknit", "reknit.errors", "reknit.options", "reknit.keywords", "reknit.locations", "reknit.plugins")
-"""The modules of the core, with those below them, that plug-ins may import."""
+OPEN = {
+    f"reknit{name}"
+    for name in ("", ".errors", ".keywords", ".locations", ".options", ".plugins", ".policies", ".transforms")
+}
+"""Modules of the core that plug-ins may import: public ones, and ones that every module may import."""
 SOURCES = ROOT / "src/reknit"
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 LIBRARIES = ("torch", "jax", "grpc")

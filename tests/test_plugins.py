@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,25 @@ def test_the_value_of_a_row_is_there(group: str, key: str) -> None:
         assert plugins.find(group, key) is not None
     except (ImportError, MissingExtraError) as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "src/reknit/plugins").glob("*.pyi")))
+def test_every_name_of_an_interface_is_there(name: str) -> None:
+    pytest.importorskip("torch")
+    stub = ast.parse((ROOT / f"src/reknit/plugins/{name}.pyi").read_text())
+    names = [each.name for line in stub.body if isinstance(line, ast.ImportFrom) for each in line.names]
+    interface = import_module(f"reknit.plugins.{name}")
+    assert names
+    for each in names:
+        assert getattr(interface, each) is not None
+    with pytest.raises(AttributeError, match="'absent'"):
+        interface.absent  # noqa: B018
+
+
+def test_a_name_of_an_interface_may_be_a_module() -> None:
+    script = "from reknit.plugins.framework import tree; print(tree.__name__)"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["reknit.frameworks.tree"]
 
 
 def test_a_row_whose_library_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

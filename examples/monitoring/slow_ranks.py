@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reknit
-from reknit.storage.local.store import LocalStorage
-from reknit.storage.registry import register
+from reknit.plugins.store import LocalStorage, register
 from reknit.testing.metered import Pace, ThrottledStorage
 
 if TYPE_CHECKING:
     from reknit.options import Durability
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 SLOW_DISK, FULL_BUFFER = 5, 14
 MIB = 1 << 20

@@ -5,14 +5,13 @@ method `take(records)` is a sink too.
 """
 
 from reknit.errors import UsageError, shown
-from reknit.events.outlet import flush_all
-from reknit.events.to_file import JsonLines
 from reknit.keywords import checked_call
 from reknit.locations import Sink
 from reknit.monitor.duckdb import DuckDB
 from reknit.monitor.opentelemetry import OpenTelemetry
 from reknit.monitor.prometheus import Prometheus
 from reknit.monitor.scalars import MLflow, TensorBoard, WandB
+from reknit.plugins.events import JsonLines, flush_all
 
 __all__ = [
     "DuckDB",

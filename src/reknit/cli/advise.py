@@ -6,15 +6,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import amount_of, print_fields, print_json, print_table, whole
-from reknit.cli.report import HEADS, cells, duration, rows_around
-from reknit.engine.stored.at_path import manifest_in
+from reknit.cli.report import HEADS, HOUR_S, cells, duration, rows_around
 from reknit.engine.stored.hints import absent
-from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError
-from reknit.events.progress import amount
-from reknit.policies.policy import HOUR_S
+from reknit.plugins.events import amount
+from reknit.plugins.store import open_storage
+from reknit.plugins.trainer import manifest_in, numbered
 from reknit.policies.save_policies import RunCosts
-from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     import argparse

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reknit.cli.output import print_json, print_table, time_text
 from reknit.engine.stored.agents import at_work
-from reknit.storage.registry import recipe
+from reknit.plugins.store import recipe
 
 if TYPE_CHECKING:
     import argparse

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from reknit.errors import MissingExtraError
-from reknit.storage.registry import open_storage
+from reknit.plugins.store import open_storage
 
 if TYPE_CHECKING:
     import argparse

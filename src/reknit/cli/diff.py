@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.cli.output import print_json, printable
-from reknit.engine.stored.opening import opened, read_opened
-from reknit.events.progress import amount
 from reknit.format.blob_codec import decode_blobs, encode_blobs
 from reknit.integrations.formats.export import stream, tensors_of
 from reknit.integrations.formats.states import Beside, is_note, plain_values, said_once, topmost
 from reknit.options import MIB, LoadOptions
-from reknit.types.shard import full_name
+from reknit.plugins.events import amount
+from reknit.plugins.format import full_name, opened, read_opened
 
 if TYPE_CHECKING:
     import argparse
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.stored.opening import OpenCheckpoint
-    from reknit.types.shard import TensorSpec
+    from reknit.plugins.format import OpenCheckpoint, TensorSpec
 
 _PIECE_NBYTES = 16 * MIB
 _SLICE_NUMEL = 1 << 19

@@ -10,12 +10,12 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
-from reknit.api import stored
+import reknit
 from reknit.cli.output import print_fields, print_json, printable
 from reknit.errors import MissingExtraError, UsageError, shown
-from reknit.events.progress import amount
 from reknit.integrations.formats.programs import installed
 from reknit.integrations.hugging_face.export import MAX_SHARD_NBYTES, Dtype, export_hf
+from reknit.plugins.events import amount
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -209,7 +209,7 @@ def run_state(args: argparse.Namespace) -> int:
 
 def run_installed(args: argparse.Namespace) -> int:
     """Let the format of another distribution write a checkpoint, and return the exit code."""
-    with stored.open(args.path) as checkpoint:
+    with reknit.open(args.path) as checkpoint:
         installed()[args.format].export(checkpoint, args.out)
     print_fields({"exported": args.out})
     return 0

@@ -12,14 +12,13 @@ from reknit.cli.output import print_json, print_table, printable, time_text
 from reknit.engine.stored.hints import elsewhere
 from reknit.engine.stored.leftovers import Leftover, leftovers, remove
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
-from reknit.events.progress import amount
-from reknit.storage.local.memory import sweepable
-from reknit.storage.registry import open_storage
+from reknit.plugins.events import amount
+from reknit.plugins.store import open_storage, sweepable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from reknit.storage.base import Dated, Storage, Sweepable
+    from reknit.plugins.store import Dated, Storage, Sweepable
 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reknit.cli.output import print_json, printable
-from reknit.events.progress import amount
 from reknit.integrations.formats.import_ import import_checkpoint, launched
+from reknit.plugins.events import amount
 
 if TYPE_CHECKING:
     import argparse

@@ -7,20 +7,18 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from reknit.api import stored
+import reknit
 from reknit.cli.output import print_json, print_table, printable, time_text
-from reknit.engine.stored.at_path import manifest_in
 from reknit.engine.stored.hints import MOST_FOREIGN, absent, elsewhere, foreign, foreign_inside, own_files
-from reknit.engine.stored.steps import folder_in
 from reknit.errors import CheckpointNotFoundError, FormatError, StorageError
-from reknit.events.phase import Deadline
-from reknit.events.progress import amount
-from reknit.storage.registry import open_storage
+from reknit.plugins.events import amount
+from reknit.plugins.store import Deadline, open_storage
+from reknit.plugins.trainer import folder_in, manifest_in
 
 if TYPE_CHECKING:
     import argparse
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 _SEARCH_S = 5.0
 """Seconds for the search of all folders without files of reknit."""
@@ -89,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_latest(args: argparse.Namespace) -> int:
     """Print the path, and return the exit code."""
-    newest = stored.latest(args.root)
+    newest = reknit.latest(args.root)
     if newest is None:
         with closing(open_storage(args.root)) as storage:
             raise absent(storage, "there is no checkpoint directly below")

@@ -28,7 +28,6 @@ from reknit.errors import (
     typed_shortage,
 )
 from reknit.format.checksum import FORMAT_VERSION, OLDEST_READABLE
-from reknit.storage.registry import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -106,7 +105,7 @@ def version_lines() -> Iterator[str]:
         yield f"{name} {_installed(name)}"
     for name, schemes in _CLIENTS.items():
         yield f"{name} {_installed(name)} (for {schemes})"
-    for entry in plugins.installed(ENTRY_POINTS).values():
+    for entry in plugins.installed("reknit.storage").values():
         if entry.dist is not None:
             yield f"{entry.dist.name} {entry.dist.version} (for {entry.name}://)"
 

@@ -12,22 +12,19 @@ import numpy as np
 from reknit.cli.output import time_text
 from reknit.engine.loading.read import granularity
 from reknit.errors import UsageError, shown
-from reknit.events.progress import amount
 from reknit.format.paths import parse_path
 from reknit.monitor.page import page_file, with_data
 from reknit.options import LoadOptions
 from reknit.planner.load import plan_load
-from reknit.types.box import Box
-from reknit.types.shard import full_name
-from reknit.types.small import spelled
+from reknit.plugins.events import amount, spelled
+from reknit.plugins.format import Box, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from reknit.engine.stored.opening import OpenCheckpoint
-    from reknit.types.manifest import Index
+    from reknit.plugins.format import Index, OpenCheckpoint
 
 
 MOST_RANKS = 64

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.api import stored
+import reknit
 from reknit.cli.output import print_json, printable
 from reknit.errors import UsageError
-from reknit.events.progress import amount
+from reknit.plugins.events import amount
 
 if TYPE_CHECKING:
     import argparse
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Promote, and return the exit code."""
     if args.cool:
         return _cool(args)
-    report = stored.promote(args.path, args.to, overwrite=args.overwrite)
+    report = reknit.promote(args.path, args.to, overwrite=args.overwrite)
     if args.json:
         names = ("path", "source", "step", "write_id", "nbytes", "num_files")
         print_json({name: getattr(report, name) for name in names})
@@ -57,7 +57,7 @@ def _cool(args: argparse.Namespace) -> int:
             "--cool replaces no other checkpoint at DST, so --overwrite has no meaning with it",
             remedy="leave --overwrite out, or name a DST of its own for this checkpoint",
         )
-    freed = stored.cool(args.path, args.to)
+    freed = reknit.cool(args.path, args.to)
     if args.json:
         print_json({"path": args.path, "moved_to": args.to, "freed_nbytes": freed})
     else:

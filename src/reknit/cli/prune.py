@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from reknit import policies
 from reknit.cli.output import amount_of, print_json, printable, whole
 from reknit.engine.stored.hints import absent
-from reknit.engine.stored.steps import numbered
 from reknit.errors import UsageError, shown
-from reknit.events.progress import amount
+from reknit.plugins.events import amount
+from reknit.plugins.store import open_storage
+from reknit.plugins.trainer import numbered
 from reknit.policies.keep_policies import named_items, named_metrics, require_items, require_metrics
 from reknit.runs.arguments import items_of
 from reknit.runs.retention import Retention
-from reknit.storage.registry import open_storage
 
 if TYPE_CHECKING:
     import argparse

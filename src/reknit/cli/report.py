@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from reknit.cli.output import amount_of, print_table, printable, whole, write_text
 from reknit.errors import UsageError
 from reknit.monitor.summary import CostTable, measured_saves
-from reknit.policies.policy import DAY_S, HOUR_S
 from reknit.policies.save_policies import RunCosts
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 
 HEADS = ("SAVE EVERY", "KEPT (ETTR)", "STALLS", "DONE AGAIN", "RESTARTS", "LOST A DAY")
+HOUR_S, DAY_S = 3600.0, 86400.0
 _AROUND = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     from reknit.monitor.operations import read_operations
     from reknit.monitor.summary import figures_of, summary_lines
     from reknit.monitor.text import RUN_HEADS, headline, run_rows
-    from reknit.types.small import named
+    from reknit.plugins.events import named
 
     operations, num_invalid, num_dropped, done = read_operations(args.events)
     if num_dropped:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reknit.api import stored
+import reknit
 from reknit.cli.output import print_json, printable
-from reknit.events.progress import amount
+from reknit.plugins.events import amount
 
 if TYPE_CHECKING:
     import argparse
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Remove, and return the exit code."""
     freed = {}
     for path in args.paths:
-        freed[path] = stored.delete(path, items=args.item, dry_run=args.dry_run)
+        freed[path] = reknit.delete(path, items=args.item, dry_run=args.dry_run)
         if not args.json:
             of = f"{printable(', '.join(args.item))} of " if args.item else ""
             did = "would remove" if args.dry_run else "removed"
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _pin(args: argparse.Namespace) -> int:
     for path in args.paths:
-        stored.pin(path, args.reason)
+        reknit.pin(path, args.reason)
         print(f"pinned {printable(path)}")
     return 0
 
 
 def _unpin(args: argparse.Namespace) -> int:
     for path in args.paths:
-        print(f"{'unpinned' if stored.unpin(path) else 'was not pinned:'} {printable(path)}")
+        print(f"{'unpinned' if reknit.unpin(path) else 'was not pinned:'} {printable(path)}")
     return 0

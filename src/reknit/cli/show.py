@@ -20,18 +20,17 @@ from reknit.cli.output import (
     write_text,
 )
 from reknit.errors import UsageError, did_you_mean
-from reknit.events.progress import amount
 from reknit.format.paths import parse_path
 from reknit.integrations.formats.export import tensors_of
-from reknit.types.shard import full_name
+from reknit.plugins.events import amount
+from reknit.plugins.format import full_name
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
     from reknit.cli.maps import TargetLayout
-    from reknit.engine.stored.opening import OpenCheckpoint
-    from reknit.types.manifest import TensorEntry
+    from reknit.plugins.format import OpenCheckpoint, TensorEntry
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

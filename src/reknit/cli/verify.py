@@ -9,30 +9,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.api import stored
-from reknit.api.checks import open_checkpoint
+import reknit
 from reknit.cli.output import print_json, printable
 from reknit.engine.stored.at_path import read_manifest
 from reknit.engine.stored.file_checks import read_checked, whole_manifest
 from reknit.engine.stored.places import files_at
-from reknit.engine.stored.renaming import names_in
 from reknit.errors import FormatError, StorageError, UsageError
-from reknit.events.progress import amount
 from reknit.format.checksum import block_digests
 from reknit.format.index import decode_index, encode_index
 from reknit.format.index.arrow_file import rebuild_index
 from reknit.format.manifest_file import decode_record
 from reknit.format.paths import parse_path
 from reknit.integrations.formats.export import read_header
-from reknit.storage.local.store import LocalStorage
-from reknit.types.shard import full_name
+from reknit.plugins.events import amount
+from reknit.plugins.format import full_name, names_in, open_checkpoint
+from reknit.plugins.store import LocalStorage
 
 if TYPE_CHECKING:
     import argparse
 
-    from reknit.engine.reports import VerifyReport
-    from reknit.storage.base import Storage
-    from reknit.types.manifest import Index, Manifest
+    from reknit import VerifyReport
+    from reknit.plugins.format import Index, Manifest
+    from reknit.plugins.store import Storage
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             "--output names the file for the rebuilt index, and no index is rebuilt",
             remedy="add --rebuild-index, or leave --output out",
         )
-    report = stored.verify(args.path, "data" if args.data else "metadata")
+    report = reknit.verify(args.path, "data" if args.data else "metadata")
     findings = _Findings(quiet=args.json)
     for problem in report.problems:
         findings.problem(problem)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reknit.dataloader.reader import Batch
-    from reknit.types.shard import LoaderShard
+    from reknit.plugins.framework import LoaderShard
 
     Worker = LocalWorker | ProcessWorker
 

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 from reknit.dataloader import sample_order
 from reknit.dataloader.sample_order import EpochPosition, give_position, reading_of
 from reknit.errors import MismatchError
-from reknit.frameworks import imported, tree
-from reknit.frameworks.tree import POSITION
 from reknit.frameworks.walk.own_code import SETTLED, is_loader, is_loader_state, is_of_one_reader
+from reknit.plugins.framework import imported, tree
 
 if TYPE_CHECKING:
     from reknit.dataloader.sample_order import KnownReading
-    from reknit.frameworks.walk.load_walk import Loading
-    from reknit.frameworks.walk.save_walk import Saving
-    from reknit.frameworks.walk.walk import Place
+    from reknit.plugins.framework import Loading, Place, Saving
 
 
 _OTHER_READERS = (
@@ -132,7 +129,7 @@ def collect_position(loader: Any, state: Any, place: Place, saving: Saving) -> N
         position = position._replace(drawn=sample_order.drawn_order(loader, state))
     except (KeyError, TypeError, AttributeError):  # a subclass or a version with another form
         return
-    saving.blob(position.record(), place.below(POSITION))
+    saving.blob(position.record(), place.below(tree.POSITION))
 
 
 def positioned_taker(loader: Any, place: Place, loading: Loading, state: Any) -> Any:
@@ -141,7 +138,7 @@ def positioned_taker(loader: Any, place: Place, loading: Loading, state: Any) ->
     `SETTLED` stands for a loader that continues from its position, or is refused.  `state` is None if the
     checkpoint has no state for this rank.
     """
-    at = place.below(POSITION)
+    at = place.below(tree.POSITION)
     agreed = at.fqn in loading.catalog.blobs.get(place.item, {})
     record = (loading.value(at) if agreed else loading.saved.look_up(at)).value
     saved = None if record is None else EpochPosition.of_record(record, at)

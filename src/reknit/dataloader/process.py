@@ -16,10 +16,11 @@ from reknit.dataloader.reader import COLUMNS, Batch
 from reknit.dataloader.token_sets import mapped_columns, parted, write_columns
 from reknit.errors import DeadlineError, ReknitError, shortage
 from reknit.format.blob_codec import encode_value
+from reknit.plugins.framework import LoaderShard
 from reknit.processes import start_child
 from reknit.processes.channel import Channel, Message, map_file, nameless_file, write_at
 from reknit.system import output_of_child, socket_pair
-from reknit.types.shard import INLINE_NBYTES, Encoded, LoaderShard, SharedFile
+from reknit.types.shard import INLINE_NBYTES, Encoded, SharedFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.errors import StateError
-from reknit.types.shard import LoaderShard
+from reknit.plugins.framework import LoaderShard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

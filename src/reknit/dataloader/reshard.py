@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import ReknitError, StateError, UsageError
-from reknit.types.shard import LoaderShard
+from reknit.plugins.framework import LoaderShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

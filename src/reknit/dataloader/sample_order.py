@@ -34,8 +34,8 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as StatelessInBa
 from torchdata.stateful_dataloader.sampler import _StatefulRandomSamplerIterator as OfTorchdata
 
 from reknit.errors import CorruptError, StateError
-from reknit.frameworks import imported
-from reknit.types.small import converted
+from reknit.plugins.format import converted
+from reknit.plugins.framework import imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

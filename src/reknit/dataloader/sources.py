@@ -10,7 +10,7 @@ from reknit.dataloader.loader import ReaderPlace
 from reknit.dataloader.reshard import Readers, Turns, shards_of_rank, unread
 from reknit.dataloader.token_sets import order_of
 from reknit.errors import StateError, UsageError
-from reknit.types.shard import LoaderShard
+from reknit.plugins.framework import LoaderShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -14,19 +14,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import FormatError, StateError
-from reknit.frameworks import tree
-from reknit.frameworks.neutral import from_neutral, is_renewable, record_of, to_neutral
-from reknit.frameworks.stateful import Unfilled, completed, rebuild
-from reknit.frameworks.walk import Adapter
+from reknit.frameworks.neutral import is_renewable, record_of
+from reknit.plugins.framework import (
+    Adapter,
+    LoaderShard,
+    Tagged,
+    TensorSpec,
+    Unfilled,
+    completed,
+    from_neutral,
+    rebuild,
+    to_neutral,
+    tree,
+)
 from reknit.types import shard as shard_types
-from reknit.types.shard import Blob, Encoded, LoaderShard, Tagged, TensorSpec
+from reknit.types.shard import Blob, Encoded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reknit.frameworks.walk.load_walk import Loading
-    from reknit.frameworks.walk.save_walk import Saving
-    from reknit.frameworks.walk.walk import Assign, Place
+    from reknit.plugins.framework import Assign, Loading, Place, Saving
 
 
 _BYTES = "bytes"

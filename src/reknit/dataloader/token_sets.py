@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 
 from reknit.errors import UsageError
+from reknit.plugins.format import decoder
+from reknit.plugins.framework import Tagged
 from reknit.processes.channel import Message, write_at
-from reknit.types.shard import Tagged, is_large
-from reknit.types.small import decoder
+from reknit.types.shard import is_large
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,7 +11,7 @@ from reknit.dataloader.loader import ReaderPlace
 from reknit.dataloader.reshard import Readers, Turns, shards_of_rank, states_of_next_pass, unread
 from reknit.dataloader.sources import check_sources
 from reknit.errors import StateError, UsageError
-from reknit.types.shard import LoaderShard
+from reknit.plugins.framework import LoaderShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from reknit.api import loads, saves
-from reknit.api.ranks import acting
+import reknit
 from reknit.errors import FormatError, MissingExtraError, StateError, UsageError
-from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations.private_hooks import private
 from reknit.options import CommOptions, SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.load_step import say_resumed
+from reknit.plugins.trainer import Accessors, Kept, acting, ask_root, say_resumed
 
 try:
     from accelerate.utils import DistributedType
@@ -39,10 +36,8 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-    from reknit.engine.outcome import PendingSave
-    from reknit.engine.reports import LoadReport
+    from reknit import Checkpointer, LoadReport, PendingSave
     from reknit.options import LoadOptions
-    from reknit.runs.checkpointer import Checkpointer
 
 _FILES = "hook_files"
 _LOADERS = "loaders"
@@ -85,7 +80,7 @@ def save_state(
     gradient accumulation, and for a loader in an epoch that was begun before its batches were counted.
     """
     everything = _to_save(accelerator, items)
-    return saves.save(
+    return reknit.save(
         path, everything, step=step, wait=wait, overwrite=overwrite, options=options, metadata=metadata
     )
 
@@ -105,9 +100,9 @@ def load_state(
     """
     files = Kept()
     if _hooks(accelerator):
-        loads.load(path, {_FILES: files}, options=options)
+        reknit.load(path, {_FILES: files}, options=options)
     models = _after_hooks(accelerator, files.values)
-    report = loads.load(path, _state(accelerator, models, items), strict=strict, options=options)
+    report = reknit.load(path, _state(accelerator, models, items), strict=strict, options=options)
     if accelerator.is_main_process:
         say_resumed(report, accelerator.num_processes)
     return report

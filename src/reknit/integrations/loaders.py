@@ -24,8 +24,8 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from reknit import RngState
 from reknit.errors import StateError
-from reknit.frameworks.per_rank import RngState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -17,12 +17,11 @@ from reknit.integrations.hugging_face.models import file_rules, read_config
 from reknit.integrations.megatron.rules import SPECS, megatron_rules
 from reknit.integrations.torchtitan.rules import BALANCE, torchtitan_rules
 from reknit.keywords import checked_call
-from reknit.transforms.base import Pattern
-from reknit.transforms.rules import Drop
+from reknit.transforms import drop
 
 if TYPE_CHECKING:
     from reknit.integrations.megatron.rules import Spec
-    from reknit.transforms.base import Rule
+    from reknit.transforms import Rule
 
 __all__ = [
     "hugging_face_to_megatron",
@@ -62,7 +61,7 @@ def hugging_face_to_megatron(
             remedy="give the number of rows of Megatron's embedding as padded_vocab_size",
         )
     rules = [*megatron_rules(model, padded=padded_vocab_size, spec=spec), *file_rules(model.family)]
-    head = [Drop((Pattern("lm_head.weight"),), (), optional=True)] if model.tied else []
+    head = [drop("lm_head.weight", optional=True)] if model.tied else []
     return [*head, *_inverse(rules)]
 
 
@@ -76,7 +75,7 @@ def torchtitan_to_hugging_face(config: Any, *, files: bool = False) -> list[Rule
     model = read_config(config)
     return [
         *torchtitan_rules(model),
-        Drop((Pattern(BALANCE),), (), optional=True),
+        drop(BALANCE, optional=True),
         *(file_rules(model.family) if files else ()),
     ]
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from reknit.api import ranks
+import reknit
 from reknit.errors import MissingExtraError, ReknitError, UsageError, typed
 from reknit.integrations.formats.import_ import ImportReport, import_checkpoint
 from reknit.integrations.private_hooks import private
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
-    from reknit.engine.outcome import PendingSave
-    from reknit.runs.checkpointer import Checkpointer
+    from reknit import Checkpointer, PendingSave
 
 
 class _ImportRank:
@@ -40,7 +39,7 @@ class _ImportRank:
 
     def run(self, rank: int, size: int, at: str, token: str, *, arguments: dict[str, Any]) -> ImportReport:
         """Import together with the other ranks, and return the report."""
-        group = ranks.connect(rank, size, at=f"tcp://{at}", token=token, job="import")
+        group = reknit.connect(rank, size, at=f"tcp://{at}", token=token, job="import")
         try:
             return import_checkpoint(**arguments, group=group)
         finally:

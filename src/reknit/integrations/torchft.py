@@ -10,16 +10,13 @@ import time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from reknit.api import loads
-from reknit.comm.group import SoloGroup
+import reknit
+from reknit import Checkpointer
 from reknit.errors import CheckpointNotFoundError, MissingExtraError, UsageError
-from reknit.events.phase import Deadline
-from reknit.frameworks import tree
-from reknit.frameworks.stateful import Kept
-from reknit.frameworks.torch import dtensor, flat_part
 from reknit.locations import location_text
-from reknit.policies.keep_policies import latest
-from reknit.runs.checkpointer import Checkpointer
+from reknit.plugins.framework import is_declared, is_dtensor, tree
+from reknit.plugins.trainer import Deadline, Kept, SoloGroup
+from reknit.policies import latest
 
 try:
     from torchft.checkpointing import CheckpointTransport
@@ -72,12 +69,12 @@ class ReknitTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         Raises `UsageError` for a DTensor, and for a declared part of a larger tensor: the receiver would need
         the other ranks' parts.
         """
-        if tree.any_leaf(state_dict, dtensor.is_dtensor):
+        if tree.any_leaf(state_dict, is_dtensor):
             raise UsageError(
                 "the state that torchft sends has a DTensor",
                 remedy="use torchft's PGTransport, which receives in place, or send to_local() of it",
             )
-        if tree.any_leaf(state_dict, flat_part.is_declared):
+        if tree.any_leaf(state_dict, is_declared):
             raise UsageError(
                 "the state that torchft sends has a part of a larger tensor",
                 remedy="use torchft's PGTransport, which receives in place, or send detach() of it",
@@ -93,7 +90,7 @@ class ReknitTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         deadline = Deadline(timeout.total_seconds())
         while True:
             try:
-                loads.load(path, {_STATE: kept}, options=self._load_options, group=self._group)
+                reknit.load(path, {_STATE: kept}, options=self._load_options, group=self._group)
             except CheckpointNotFoundError:
                 if deadline.remaining() <= 0:
                     raise

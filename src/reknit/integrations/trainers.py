@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from reknit.engine.stored.steps import step_name
+from reknit import PerRank
 from reknit.errors import CheckpointExistsError, MismatchError, UsageError, shown
-from reknit.frameworks.per_rank import PerRank
 from reknit.locations import location_text
-from reknit.policies.policy import KeepPolicy
-from reknit.runs.tiers import below
+from reknit.plugins.trainer import KeepPolicy, below, step_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from reknit import SavedStep
     from reknit.errors import ReknitError
-    from reknit.types.manifest import SavedStep
 
 
 Bases = dict[str, dict[str, Any]]

@@ -18,13 +18,11 @@ from numbers import Real
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from reknit.api import stored
-from reknit.api.ranks import acting
-from reknit.engine.stored.steps import step_name
+import reknit
+from reknit import RngState
 from reknit.errors import MissingExtraError, StateError, UsageError, VersionError
-from reknit.frameworks.per_rank import RngState
-from reknit.frameworks.stateful import Kept
 from reknit.integrations import trainers
+from reknit.plugins.trainer import Kept, acting, step_name
 
 try:
     import accelerate  # noqa: F401 (the loaders below import it)
@@ -36,22 +34,19 @@ except ImportError:
         remedy="pip install 'reknit[transformers]'",
     ) from None
 
+from reknit import Checkpointer
 from reknit.integrations.loaders import CountedLoader, EpochRandom, warn_of_order
 from reknit.integrations.private_hooks import require_hooks
 from reknit.integrations.trainers import StepLimit
 from reknit.locations import location_text
 from reknit.options import SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.checkpointer import Checkpointer
-from reknit.runs.folder import refuse_living
-from reknit.runs.load_step import UNSOUND, say_resumed
-from reknit.runs.tiers import below
+from reknit.plugins.trainer import UNSOUND, ask_root, below, refuse_living, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from os import PathLike
 
-    from reknit.engine.reports import LoadReport
+    from reknit import LoadReport
 
 
 logger = logging.getLogger("reknit")
@@ -220,7 +215,7 @@ def get_last_checkpoint(output_dir: str | PathLike[str]) -> str | None:
     complete.
     """
     root = os.path.join(location_text(output_dir), FOLDER)
-    return stored.latest(root) if os.path.isdir(root) else None
+    return reknit.latest(root) if os.path.isdir(root) else None
 
 
 class ReknitTrainerMixin(_AnyTrainer):  # type: ignore[misc]

@@ -13,17 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import imported
-from reknit.frameworks.torch import dtensor, own_state, slots
-from reknit.frameworks.torch.flat_part import FlatPart
-from reknit.frameworks.torch.optimizers import OptimizerAdapter
-from reknit.frameworks.torch.slots import ParamSlot, Slots
+from reknit.frameworks.torch import dtensor, slots
+from reknit.plugins.framework import FlatPart, OptimizerAdapter, ParamSlot, Slots, imported, inner_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.walk import Adapter
-    from reknit.frameworks.walk.walk import Place, Walk
+    from reknit.plugins.framework import Adapter, Place, Walk
 
 
 def adapters() -> tuple[Adapter, ...]:
@@ -55,7 +51,7 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
     names = _names(optimizer, place, walk)
     shares = {id(share.parameter): share for share in _shares(optimizer, place)}
     groups = optimizer.param_groups
-    kind = own_state.inner_kind(optimizer.optimizer, place)
+    kind = inner_kind(optimizer.optimizer, place)
     each, elsewhere = [], []
     for key, (parameter, name, places) in names.items():
         share = shares.get(key)

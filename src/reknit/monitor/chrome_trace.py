@@ -7,13 +7,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from reknit.monitor.operations import MARKS
-from reknit.types.small import spelled
+from reknit.plugins.events import spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.events.records import PhaseRecord
     from reknit.monitor.operations import RecordedOperation
+    from reknit.plugins.events import PhaseRecord
 
 logger = logging.getLogger("reknit")
 

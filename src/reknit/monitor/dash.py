@@ -13,11 +13,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import ReknitError, StorageError, UsageError
-from reknit.events.outlet import reason_of
-from reknit.events.phase import monotonic
 from reknit.monitor.operations import EventFiles
 from reknit.monitor.page import brief, content, detail, facts, limit_of, live_page, live_policy
 from reknit.monitor.summary import figures_of
+from reknit.plugins.events import monotonic, reason_of
 from reknit.system import start_thread
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ import pyarrow as pa
 from msgspec.structs import fields
 
 from reknit.errors import MissingExtraError
-from reknit.events.outlet import ending, take_writable
-from reknit.events.phase import Deadline
-from reknit.events.records import (
+from reknit.keywords import checked_call
+from reknit.locations import local_path
+from reknit.plugins.events import (
     Count,
+    Deadline,
     Difference,
     DroppedRecord,
     Number,
@@ -19,16 +20,17 @@ from reknit.events.records import (
     Seconds,
     StorageRecord,
     Time,
+    absolute,
+    ending,
+    file_of_process,
+    take_writable,
 )
-from reknit.events.to_file import absolute, file_of_process
-from reknit.keywords import checked_call
-from reknit.locations import local_path
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
-    from reknit.events.records import Record
+    from reknit.plugins.events import Record
 
 
 _KINDS: dict[Any, str] = {

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.events.records import MOVING, WAITING
+from reknit.plugins.events import MOVING, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from reknit.events.records import PhaseRecord
+    from reknit.plugins.events import PhaseRecord
 
 
 MOST_LANES = 24

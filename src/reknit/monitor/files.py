@@ -17,10 +17,8 @@ import msgspec
 import numpy as np
 
 from reknit.errors import MissingExtraError, StorageError
-from reknit.events.phase import Deadline
-from reknit.events.records import PhaseRecord
 from reknit.monitor.duckdb import TABLES
-from reknit.types.small import converted, decoder
+from reknit.plugins.events import Deadline, PhaseRecord, converted, decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.events.records import Record, StorageRecord
+    from reknit.plugins.events import Record, StorageRecord
 
 
 OTHER = "other phases"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError
-from reknit.events.phase import ACTION
-from reknit.events.records import PhaseRecord
 from reknit.keywords import checked_call
+from reknit.plugins.events import ACTION, PhaseRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reknit.events.records import Record
+    from reknit.plugins.events import Record
 
 
 _MOST_OPEN = 64

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reknit.errors import ReknitError, StorageError, UsageError
-from reknit.events.phase import ACTION
-from reknit.events.records import MOVING, DroppedRecord, PhaseRecord
 from reknit.monitor.files import SUFFIXES, EventRows, KnownNames, OperationRows, RecordFiles, ends
 from reknit.monitor.storage_figures import in_step, repetitions, storage_figures
+from reknit.plugins.events import ACTION, MOVING, DroppedRecord, PhaseRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reknit.events.records import Record
     from reknit.monitor.storage_figures import Part, StorageFigures
+    from reknit.plugins.events import Record
 
 logger = logging.getLogger("reknit")
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.events.records import PhaseRecord
     from reknit.monitor.figures import EventColumns
     from reknit.monitor.operations import RecordedOperation
     from reknit.monitor.summary import CostTable, OperationFigures
+    from reknit.plugins.events import PhaseRecord
 
 
 _COMMON_SCRIPTS = ("uPlot.iife.min.js", "common.js")

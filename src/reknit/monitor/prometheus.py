@@ -6,14 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError, UsageError
-from reknit.events.outlet import take_each
-from reknit.events.records import DroppedRecord, PhaseRecord
 from reknit.keywords import checked_call
+from reknit.plugins.events import DroppedRecord, PhaseRecord, take_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.events.records import Record, StorageRecord
+    from reknit.plugins.events import Record, StorageRecord
 
 _MOST_NAMES = 200
 """Different values of one label: each has series of its own, and a user's phases have any names."""

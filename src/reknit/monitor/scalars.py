@@ -6,15 +6,14 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError, UsageError
-from reknit.events.phase import ACTION
-from reknit.events.records import PhaseRecord
 from reknit.keywords import checked_call
 from reknit.monitor.opentelemetry import OpenOperations
+from reknit.plugins.events import ACTION, PhaseRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.events.records import Record
+    from reknit.plugins.events import Record
 
 
 class ScalarSink(ABC):

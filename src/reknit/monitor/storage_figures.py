@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.events.progress import amount
 from reknit.monitor.files import EventRows, OperationRows, ends
+from reknit.plugins.events import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from reknit.events.progress import amount
 from reknit.monitor.figures import COORDINATION, Limit, bytes_per_s, critical_path, event_columns
 from reknit.monitor.text import SLOW_RATIO, SLOW_S, SLOW_SHARE, place_text
+from reknit.plugins.events import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,14 +8,13 @@ from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from reknit.events.progress import amount
-from reknit.types.small import spelled
+from reknit.plugins.events import amount, spelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from reknit.events.records import PhaseRecord
     from reknit.monitor.operations import RecordedOperation
+    from reknit.plugins.events import PhaseRecord
 
 
 SLOW_RATIO = 1.5

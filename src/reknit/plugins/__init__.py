@@ -12,7 +12,6 @@ import logging
 import sys
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import MissingExtraError, UsageError, shortage
@@ -214,7 +213,8 @@ def exported(interface: str) -> Callable[[str], Any]:
     def named(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {interface!r} has no attribute {name!r}", name=name)
-        found = getattr(import_module(homes[name]), name)
+        # the list has it import a module of that name, too
+        found = getattr(__import__(homes[name], fromlist=[name]), name)
         setattr(sys.modules[interface], name, found)
         return found
 
@@ -229,6 +229,8 @@ def installed(group: str) -> dict[str, EntryPoint]:
 @lru_cache(maxsize=1)  # the path of a process hardly ever changes
 def _scan(path: tuple[str, ...]) -> dict[str, dict[str, EntryPoint]]:
     """Read the entry points of all distributions; the first one has a name, and the log names others."""
+    from importlib.metadata import distributions  # the parser of mails, which it needs, has a long import
+
     found: dict[str, dict[str, EntryPoint]] = {}
     # `entry_points` parses those of every distribution, which takes twice as long.
     having = [one for one in distributions() if "[reknit." in (one.read_text("entry_points.txt") or "")]

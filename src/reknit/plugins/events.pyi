@@ -1,6 +1,30 @@
 """The names that a sink of events may import; `events.py` imports each one when it is used."""
 
+from reknit.events.outlet import ending as ending
+from reknit.events.outlet import flush_all as flush_all
+from reknit.events.outlet import reason_of as reason_of
+from reknit.events.outlet import take_each as take_each
+from reknit.events.outlet import take_writable as take_writable
+from reknit.events.phase import ACTION as ACTION
+from reknit.events.phase import Deadline as Deadline
+from reknit.events.phase import monotonic as monotonic
+from reknit.events.progress import amount as amount
+from reknit.events.records import MOVING as MOVING
+from reknit.events.records import WAITING as WAITING
+from reknit.events.records import Count as Count
+from reknit.events.records import Difference as Difference
 from reknit.events.records import DroppedRecord as DroppedRecord
+from reknit.events.records import Number as Number
 from reknit.events.records import PhaseRecord as PhaseRecord
+from reknit.events.records import Record as Record
+from reknit.events.records import Seconds as Seconds
 from reknit.events.records import StorageRecord as StorageRecord
+from reknit.events.records import Time as Time
+from reknit.events.to_file import JsonLines as JsonLines
+from reknit.events.to_file import absolute as absolute
+from reknit.events.to_file import file_of_process as file_of_process
 from reknit.locations import Sink as Sink
+from reknit.types.small import converted as converted
+from reknit.types.small import decoder as decoder
+from reknit.types.small import named as named
+from reknit.types.small import spelled as spelled

@@ -20,20 +20,23 @@ from reknit.errors import (
     UsageError,
     shortage,
 )
-from reknit.storage.base import (
+from reknit.plugins.store import (
     Listed,
+    LocalStorage,
     Progress,
     Reading,
     TakenNames,
+    check_path,
     existing,
+    filled,
+    is_temporary,
     missing,
+    read_runs,
     removed,
     shorter,
+    spread,
     too_large,
 )
-from reknit.storage.local.store import LocalStorage
-from reknit.storage.paths import check_path, is_temporary
-from reknit.storage.ranges import filled, read_runs, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.options import Durability
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 logger = logging.getLogger("reknit")
 

@@ -6,13 +6,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MissingExtraError
-from reknit.storage.wrappers.retrying import with_retries
+from reknit.plugins.store import with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.options import Durability
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 _PROTOCOL = re.compile(r"[a-z]+")
 """Links of a chain that are protocols without a path; other links without slashes are paths."""

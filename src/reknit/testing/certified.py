@@ -12,8 +12,7 @@ import pytest
 import reknit
 from reknit.errors import ReknitError
 from reknit.format import paths
-from reknit.storage.registry import open_storage, register
-from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
+from reknit.plugins.store import RetryingStorage, RetryPolicy, open_storage, register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.storage_suite import StorageSuite
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 _MOST = 100
 """Operations of a small save, at most."""

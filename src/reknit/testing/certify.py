@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from reknit.errors import StorageError
-from reknit.storage.registry import open_storage
+from reknit.plugins.store import open_storage
 from reknit.testing import certified
 
 

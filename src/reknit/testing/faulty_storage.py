@@ -17,13 +17,12 @@ from reknit.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from reknit.storage.wrappers.forwarding import ForwardingStorage
+from reknit.plugins.store import ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reknit.storage.base import Storage
-    from reknit.storage.wrappers.forwarding import Half
+    from reknit.plugins.store import Half, Storage
 
 T = TypeVar("T")
 

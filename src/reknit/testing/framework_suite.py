@@ -12,13 +12,11 @@ import pytest
 import reknit
 from reknit.engine.memory.elements import bits, stage
 from reknit.errors import MismatchError
-from reknit.frameworks.custom import registered
-from reknit.frameworks.numbers import same_value
 from reknit.frameworks.registry import collect
-from reknit.frameworks.walk.walk import Place
+from reknit.plugins.format import full_name
+from reknit.plugins.framework import Place, registered, same_value
 from reknit.testing.world import run_ranks
 from reknit.transforms import names
-from reknit.types.shard import full_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.comm.group import Group
-    from reknit.frameworks.custom import CustomFramework
-    from reknit.types.shard import Holdings, Shard, TensorSpec
+    from reknit.plugins.framework import CustomFramework, TensorSpec
+    from reknit.plugins.trainer import Group
+    from reknit.types.shard import Holdings, Shard
 
 ITEM = "value"
 STRANGERS: tuple[Any, ...] = (

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.engine.memory.workers import Pace
-from reknit.events.phase import monotonic
-from reknit.storage.wrappers.forwarding import KINDS, ForwardingStorage
+from reknit.plugins.store import KINDS, ForwardingStorage, monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reknit.storage.base import Storage
-    from reknit.storage.wrappers.forwarding import Half
+    from reknit.plugins.store import Half, Storage
 
 __all__ = ["Pace", "ThrottledStorage"]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.errors import DeadlineError
-from reknit.events.phase import Deadline
-from reknit.types.small import spelled
+from reknit.plugins.events import spelled
+from reknit.plugins.store import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reknit.comm.group import Group
+    from reknit.plugins.trainer import Group
 
 _Result = TypeVar("_Result")
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from reknit.types.box import Box
     from reknit.types.shard import TensorSpec
 
-    Replicas = tuple[int, ...] | None
-    Assign = Callable[[Any], None] | None
-
 T = TypeVar("T")
+Replicas: TypeAlias = "tuple[int, ...] | None"
+Assign: TypeAlias = "Callable[[Any], None] | None"
 
 
 @dataclass(frozen=True, slots=True)

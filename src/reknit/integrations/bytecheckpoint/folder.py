@@ -20,7 +20,7 @@ from reknit.integrations.formats.entries import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 _OPTIMIZER, _WRAPPER = "optimizer", "module."
 _EXTRA = "extra_state"

@@ -11,28 +11,29 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reknit.api import loads, saves, stored
-from reknit.api.ranks import acting
-from reknit.engine.reports import some
-from reknit.engine.stored.at_path import manifest_in
+import reknit
+from reknit import PerRank
 from reknit.errors import UsageError, shown
-from reknit.frameworks.per_rank import PerRank
-from reknit.frameworks.stateful import Kept
 from reknit.locations import location_text
 from reknit.options import LoadOptions, SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.pending_saves import wait_for_agents
-from reknit.runs.tiers import below
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import (
+    Kept,
+    acting,
+    ask_root,
+    below,
+    manifest_in,
+    open_storage,
+    some,
+    wait_for_agents,
+)
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from os import PathLike
 
-    from reknit.comm.group import Group
-    from reknit.engine.outcome import PendingSave
-    from reknit.engine.reports import LoadReport
+    from reknit import LoadReport, PendingSave
+    from reknit.plugins.trainer import Group
 
 logger = logging.getLogger("reknit")
 
@@ -81,7 +82,7 @@ def save(
         state[_OF_RANKS] = PerRank(extra)
         if group.rank == 0:
             state[_FIRST] = extra
-    pending = saves.save(
+    pending = reknit.save(
         path,
         state,
         step=global_steps,
@@ -125,7 +126,7 @@ def load(
     own, first = Kept(None), Kept(None)
     if _FIRST in state:
         state[_FIRST], state[_OF_RANKS] = first, PerRank(own)
-    report = loads.load(ckpt_path, state, strict=strict, options=options)
+    report = reknit.load(ckpt_path, state, strict=strict, options=options)
     if _FIRST in state:
         checkpoint_state[_FIRST] = first.values if own.values is None else own.values
     return report
@@ -141,7 +142,7 @@ def find_latest_ckpt_path(path: str | PathLike[str] | None) -> str | None:
         return None
     with closing(open_storage(path)) as storage:
         wait_for_agents(storage, _SETTLE_S)
-    return stored.latest(path)
+    return reknit.latest(path)
 
 
 class _OfFramework:

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.futures import Future
 
 from reknit.errors import ReknitError, StorageError
-from reknit.events.phase import Recorder
 from reknit.integrations.formats.export import (
     PIECE_NBYTES,
     ExportFolder,
@@ -40,19 +39,16 @@ from reknit.integrations.formats.verify import (
     require_same_values,
 )
 from reknit.integrations.torch_save.export import empty_tensor, for_torch, stub_tensors, tensor_of
-from reknit.storage.local.os_errors import typed
-from reknit.types.box import Box
-from reknit.types.dtype import numpy_dtype
+from reknit.plugins.format import Box, Recorder, numpy_dtype, typed
 
 if TYPE_CHECKING:
     import io
     from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.integrations.formats.export import StreamPiece
     from reknit.integrations.formats.verify import ReadBack
-    from reknit.types.shard import TensorSpec
+    from reknit.plugins.format import OpenCheckpoint, TensorSpec
 
 FILE_NBYTES = 256 << 20
 """Bytes of tensors in one file of an export.  DCP keeps the tensors of a file until it is written."""

@@ -36,14 +36,12 @@ from reknit.integrations.torch_save.files import (
     single_tensor,
     views_in,
 )
-from reknit.types.box import Box
-from reknit.types.manifest import Extent
-from reknit.types.shard import Tagged, TensorSpec
+from reknit.plugins.format import Box, Extent, Tagged, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 METADATA = ".metadata"
 _META = "meta.pt"

@@ -26,17 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.futures import Future
 
-from reknit.api import loads, ranks, saves, stored
+import reknit
 from reknit.errors import MismatchError, StateError, UsageError
-from reknit.frameworks import tree
-from reknit.frameworks.custom import Held, Value, registered
-from reknit.frameworks.neutral import from_neutral
 from reknit.frameworks.torch import dtensor
 from reknit.frameworks.torch import dtensor as mesh_places
-from reknit.frameworks.torch.tensor import torch_dtype
-from reknit.frameworks.walk.walk import World
 from reknit.locations import location_text
 from reknit.options import LoadOptions
+from reknit.plugins.framework import Held, Value, World, from_neutral, registered, torch_dtype, tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,11 +40,10 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-    from reknit.api.ranks import AnyGroup
-    from reknit.engine.loading.browse import Checkpoint
-    from reknit.engine.outcome import PendingSave
+    from reknit import Checkpoint, PendingSave
     from reknit.options import SaveOptions
-    from reknit.types.shard import TensorSpec
+    from reknit.plugins.framework import TensorSpec
+    from reknit.plugins.trainer import AnyGroup
 
     Path = tuple[str | int, ...]
 
@@ -317,7 +312,7 @@ class DcpReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """Return the names and specs of the checkpoint."""
-        with stored.open(self._path()) as checkpoint:
+        with reknit.open(self._path()) as checkpoint:
             own = checkpoint.metadata.get(ITEM)
             self._item = (own or {}).get("item") if self._given is None else self._given
             self._entries = entries_of(checkpoint, self._item)
@@ -394,7 +389,7 @@ class DcpReader(StorageReader):
         if not reads:
             return
         own_bytes = bool(overrides(planner, DefaultLoadPlanner, ("load_bytes",)))
-        with stored.open(self._path()) as checkpoint:
+        with reknit.open(self._path()) as checkpoint:
             for read in reads:
                 name = read.storage_index.fqn
                 entry = self._entries.get(name)
@@ -422,7 +417,7 @@ class DcpReader(StorageReader):
 
     def _load(self, state: dict[str, Any], group: AnyGroup | None) -> None:
         """Load all entries of a state; DCP accepts further entries of the checkpoint."""
-        report = loads.load(self._path(), state, strict=False, options=self._options, group=group)
+        report = reknit.load(self._path(), state, strict=False, options=self._options, group=group)
         wrong = [f"{name}: {why}" for name, why in report.mismatched.items()]
         wrong += [
             f"{name}: {report.notes.get(name, 'the checkpoint does not have it for this rank')}"
@@ -464,11 +459,11 @@ def group_of(given: AnyGroup | None, num_ranks: int | None) -> AnyGroup | None:
     if given is not None or num_ranks is None:
         return given
     if not dist.is_initialized():
-        return ranks.alone()
+        return reknit.alone()
     if num_ranks == dist.get_world_size():
         return None
     if num_ranks == 1:
-        return ranks.alone()
+        return reknit.alone()
     raise UsageError(
         f"this call of DCP has a process_group of {num_ranks} ranks, which it does not pass on",
         remedy="pass the same process group to Writer or Reader, as group=",
@@ -638,7 +633,7 @@ class DcpWriter(StorageWriter):
         path = self._path()
         number = _NUMBER.fullmatch(location_text(path).rstrip("/").rpartition("/")[2])
         with registered(PieceFramework()):
-            return saves.save(
+            return reknit.save(
                 path,
                 nested(values, paths, item),
                 step=int(number[1]) if self._step is None and number else self._step,

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as torch_dcp
 
-from reknit.api import ranks
-from reknit.engine.stored.recognising import manifest_exists
+import reknit
 from reknit.integrations.dcp.planner import DcpReader as Reader
 from reknit.integrations.dcp.planner import DcpWriter as Writer
 from reknit.integrations.dcp.planner import required
 from reknit.locations import location_text
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import manifest_exists, open_storage
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from reknit.api.ranks import AnyGroup
+    from reknit.plugins.trainer import AnyGroup
 
 __all__ = ["Reader", "Writer", "async_save", "load", "save"]
 
@@ -93,7 +92,7 @@ def load(
 
 
 def _group(process_group: Any, *, no_dist: bool) -> AnyGroup | None:
-    return ranks.alone() if no_dist else process_group
+    return reknit.alone() if no_dist else process_group
 
 
 def _alone(*, no_dist: bool) -> dict[str, bool]:

@@ -32,13 +32,12 @@ from reknit.integrations.deepspeed.partitions import (
 from reknit.integrations.formats.entries import MODEL, ForeignEntries, named, named_states
 from reknit.integrations.formats.torch_values import TORCH, TensorView, Whole
 from reknit.integrations.torch_save.files import TorchFile, add_extent, views_in
-from reknit.types.box import Box
-from reknit.types.shard import TensorSpec
+from reknit.plugins.format import Box, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")

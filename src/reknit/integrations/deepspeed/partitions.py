@@ -19,14 +19,12 @@ from reknit.integrations.formats.pickles import PickledObject
 from reknit.integrations.formats.small_reads import part_of
 from reknit.integrations.formats.torch_values import TensorView, Whole
 from reknit.integrations.torch_save.files import TorchFile, add_extent, views_in
-from reknit.types.box import Box, flat_range_boxes
-from reknit.types.manifest import Extent
-from reknit.types.shard import TensorSpec
+from reknit.plugins.format import Box, Extent, TensorSpec, flat_range_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 OPTIMIZER = "optimizer"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from reknit.frameworks import imported
+from reknit.plugins.framework import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

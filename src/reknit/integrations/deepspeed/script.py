@@ -12,24 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reknit.api import loads, saves, stored
-from reknit.api.ranks import acting
+import reknit
 from reknit.errors import MismatchError, UsageError
-from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations.deepspeed import private
 from reknit.integrations.formats.programs import newest_of_others
 from reknit.integrations.formats.recognise import run_of_others
 from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions, SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.load_step import say_resumed
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import Accessors, Kept, acting, ask_root, open_storage, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.outcome import PendingSave
+    from reknit import PendingSave
 
 _DEEPSPEED = "DeepSpeed"
 _OWN = ("model", "optimizer", "lr_scheduler", "engine", "client_state")
@@ -56,7 +52,7 @@ def save(
     """
     state = _state(engine, items)
     state["client_state"] = Kept(dict(client_state or {}))
-    return saves.save(
+    return reknit.save(
         path,
         state,
         step=engine.global_steps if step is None else step,
@@ -95,7 +91,7 @@ def load(
         state.pop("optimizer", None)
     if not load_lr_scheduler_states:
         state.pop("lr_scheduler", None)
-    engine.reknit_report = loads.load(path, state, strict=strict, options=options, group=group)
+    engine.reknit_report = reknit.load(path, state, strict=strict, options=options, group=group)
     return location_text(path), kept.values
 
 
@@ -212,7 +208,7 @@ def _newest(root: str | PathLike[str]) -> str | None:
 
 def _newest_here(root: str | PathLike[str]) -> str | None:
     """Return the newest committed checkpoint.  Raises `UsageError` if there are only those of DeepSpeed."""
-    if (found := stored.latest(root)) is not None:
+    if (found := reknit.latest(root)) is not None:
         return found
     with closing(open_storage(root)) as storage:
         newest, run = newest_of_others(storage), run_of_others(storage)

@@ -15,24 +15,28 @@ import torch
 from torch import nn
 
 from reknit.errors import StateError
-from reknit.frameworks.numbers import whole
-from reknit.frameworks.torch import numbers, own_state
-from reknit.frameworks.torch.flat_part import FlatPart
+from reknit.frameworks.torch import numbers
 from reknit.frameworks.torch.numbers import same
-from reknit.frameworks.torch.optimizers import OptimizerAdapter
-from reknit.frameworks.torch.slots import MASTER, ParamSlot, Slots, named
-from reknit.frameworks.torch.wrappers import FlatParameter
-from reknit.frameworks.walk.load_walk import Loading
+from reknit.frameworks.torch.slots import named
 from reknit.integrations.deepspeed import private
-from reknit.types.dtype import converts
+from reknit.plugins.framework import (
+    MASTER,
+    FlatParameter,
+    FlatPart,
+    Loading,
+    OptimizerAdapter,
+    ParamSlot,
+    Slots,
+    converts,
+    inner_kind,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reknit.frameworks.torch.wrappers import ModuleExtension
-    from reknit.frameworks.walk import Adapter
-    from reknit.frameworks.walk.walk import Place, Walk, World
     from reknit.integrations.deepspeed.private import FlatGroup, ZeroMember
+    from reknit.plugins.framework import Adapter, ModuleExtension, Place, Walk, World
 
 
 _MASTERS = "masters of DeepSpeed"
@@ -246,7 +250,7 @@ def read(optimizer: Any, place: Place, walk: Walk) -> Slots:
         require_equal(optimizer, place, walk)
     names = {id(parameter): name for parameter, name in private.names(optimizer).items()}
     inner = private.inner(optimizer)
-    kind = own_state.inner_kind(inner, place)
+    kind = inner_kind(inner, place)
     each = tuple(_slot(group, member, names, kind, walk) for group in groups for member in group.members)
     if private.steps_are_numbers(optimizer):
         each = tuple(msgspec.structs.replace(slot, whole_steps=True) for slot in each)

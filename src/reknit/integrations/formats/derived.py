@@ -13,8 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.errors import CorruptError, MissingExtraError, UsageError
-from reknit.storage.base import ForkGuard
-from reknit.storage.wrappers.forwarding import ForwardingStorage
+from reknit.plugins.store import ForkGuard, ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 
 _NUMBERS = r"([0-9]+(?:x[0-9]+)*|-)"
@@ -286,9 +285,9 @@ class DerivedStorage(ForwardingStorage):
         if derived(path) is None:
             self.inner.read_runs(path, starts, nbytes, buffer)
         else:
-            from reknit.storage import ranges  # it needs NumPy
+            from reknit.plugins.store import read_runs  # it needs NumPy
 
-            ranges.read_runs(self.read_into, path, starts, nbytes, buffer)
+            read_runs(self.read_into, path, starts, nbytes, buffer)
 
     def forget(self) -> None:
         """Remove the derived files."""

@@ -32,18 +32,28 @@ from reknit.integrations.formats.torch_values import (
     neutral_keys,
 )
 from reknit.planner.tiling import untiled
-from reknit.types.box import Box, padded
-from reknit.types.manifest import BlobFile, Extent, FileEntry, Index, Manifest, TensorEntry
-from reknit.types.shard import MAX_DEPTH, Tagged, TensorSpec, escaped, full_name
-from reknit.types.small import Unread
+from reknit.plugins.format import (
+    BlobFile,
+    Box,
+    Extent,
+    FileEntry,
+    Index,
+    Manifest,
+    Tagged,
+    TensorEntry,
+    TensorSpec,
+    Unread,
+    full_name,
+    padded,
+)
+from reknit.types.shard import MAX_DEPTH, escaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from reknit.storage.base import Storage
-    from reknit.types.small import OtherFormat
+    from reknit.plugins.format import OtherFormat, Storage
 
 
 MAX_NODES = 1 << 22

@@ -14,21 +14,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.api.checks import open_checkpoint
-from reknit.engine.loading.match import require_covered
 from reknit.engine.loading.read import RangeReader
-from reknit.engine.stored.opening import opened, read_opened
 from reknit.errors import ReknitError, UsageError
-from reknit.events.phase import Recorder
 from reknit.format.data_file import data_start, decode_header
 from reknit.format.paths import parse_entry_key
 from reknit.locations import absolute, location_text
 from reknit.options import MIB, LoadOptions
+from reknit.plugins.format import (
+    Box,
+    Recorder,
+    flat_range_boxes,
+    free_nbytes,
+    numpy_dtype,
+    open_checkpoint,
+    opened,
+    read_opened,
+    require_covered,
+    too_large,
+    translated,
+)
+from reknit.plugins.store import LocalStorage
 from reknit.storage.local.folders import sync_folder
-from reknit.storage.local.os_errors import free_nbytes, too_large, translated
-from reknit.storage.local.store import LocalStorage
-from reknit.types.box import Box, flat_range_boxes
-from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +42,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.format.data_file import Header
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import OpenCheckpoint, Storage, TensorSpec
     from reknit.transforms.names import Names
-    from reknit.types.shard import TensorSpec
 
     Fills = Sequence[tuple[int, Box, NDArray[Any]]]
 

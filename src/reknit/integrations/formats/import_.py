@@ -16,13 +16,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from reknit.api import ranks
-from reknit.api.checks import open_checkpoint
-from reknit.api.ranks import alone
-from reknit.comm import group as comm
+import reknit
 from reknit.engine.memory.write import PIECE_NBYTES, ByteSource, Outgoing, Tuner, write_bytes, write_files
-from reknit.engine.reports import other_files
-from reknit.engine.stored.at_path import check_absent, manifest_in, size_of
+from reknit.engine.stored.at_path import check_absent, size_of
 from reknit.engine.stored.commit import clear_out, put_manifest
 from reknit.engine.stored.hints import no_checkpoint
 from reknit.engine.stored.marker import Marker, remove_marker, take_marker
@@ -30,7 +26,6 @@ from reknit.engine.stored.promote import is_sound
 from reknit.engine.stored.removals import delete_copies
 from reknit.environment import launch, num_threads
 from reknit.errors import CorruptError, UndecidedError, UsageError
-from reknit.events.phase import Recorder, now
 from reknit.format.checksum import BLOCK_NBYTES, digest
 from reknit.format.data_file import HeaderEntry, encode_header, file_metadata
 from reknit.format.index import encode_index
@@ -39,9 +34,9 @@ from reknit.format.paths import data_path, entry_key, index_path, new_write_id
 from reknit.integrations.formats.open import read_foreign, store_of
 from reknit.keywords import checked_call
 from reknit.options import MIB, CommOptions
-from reknit.storage.registry import open_storage
-from reknit.types.box import Box
-from reknit.types.manifest import FileEntry, Manifest
+from reknit.plugins.format import Box, FileEntry, Manifest, Recorder, open_checkpoint, other_files
+from reknit.plugins.store import now, open_storage
+from reknit.plugins.trainer import acting, manifest_in, turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,11 +44,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.comm.group import Group
     from reknit.engine.memory.workers import Arena
     from reknit.integrations.formats.entries import ForeignCheckpoint
-    from reknit.storage.base import Storage
-    from reknit.types.manifest import Index
+    from reknit.plugins.format import Index, Storage
+    from reknit.plugins.trainer import Group
 
 
 MOST_FILE_NBYTES = 1 << 30
@@ -212,13 +206,13 @@ class _ForeignFiles(ByteSource):
 def launched() -> Iterator[Group]:
     """Connect the processes that a launcher started, for the duration of the block; else be alone."""
     if launch() is None:
-        yield ranks.alone()
+        yield reknit.alone()
         return
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     try:
-        yield ranks.acting(None, CommOptions()).group
+        yield acting(None, CommOptions()).group
     finally:
         dist.destroy_process_group()
 
@@ -301,7 +295,7 @@ def import_checkpoint(
         assert found.manifest.other is not None
         place = store_of(source, found.manifest.other)
         job = _Import(found, place, target, write_id, num_threads(workers))
-        return job.run(group or alone(), step, source.url, overwrite=overwrite)
+        return job.run(group or reknit.alone(), step, source.url, overwrite=overwrite)
 
 
 @dataclass
@@ -320,12 +314,12 @@ class _Import:
         recorder = Recorder("save", path=self.target.url, rank=group.rank)
         mine = plan.share(group.rank, group.size)
         kept: list[int] = []
-        with comm.turn(group, "imported", _ROUND_S) as turn:
+        with turn(group, "imported", _ROUND_S) as copying:
             done = _Done(self.write_id, self._copy(plan, mine, recorder, kept))
-            ranks = turn.gather(done)
+            ranks = copying.gather(done)
             if ranks is not None:
                 self._commit(plan, ranks, step, overwrite=overwrite)
-            turn.arrive()
+            copying.arrive()
         other = self.found.manifest.other
         assert other is not None
         fresh = [number for number in mine if number not in kept]

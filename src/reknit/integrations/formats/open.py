@@ -22,14 +22,13 @@ from reknit.errors import (
 from reknit.integrations.formats.derived import DerivedStorage
 from reknit.integrations.formats.entries import ForeignCheckpoint, ForeignEntries, listed
 from reknit.integrations.formats.programs import installed, recognise
-from reknit.storage.base import HasDerivedFiles, HasFolderAbove
-from reknit.types.small import OtherFormat
+from reknit.plugins.format import HasFolderAbove, OtherFormat
+from reknit.plugins.store import HasDerivedFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.storage.base import Storage
-    from reknit.types.small import Foreign
+    from reknit.plugins.format import Foreign, Storage
 
 logger = logging.getLogger("reknit")
 

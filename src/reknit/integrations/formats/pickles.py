@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import numpy as np
 
 from reknit.errors import FormatError, ReknitError, shown
-from reknit.types.shard import Tagged
+from reknit.plugins.format import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

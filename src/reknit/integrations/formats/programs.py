@@ -25,13 +25,13 @@ from reknit.integrations.formats.recognise import (
     single_file,
 )
 from reknit.integrations.formats.recognise import run_of_others as run_of_others
-from reknit.types.small import Foreign
+from reknit.plugins.format import Foreign
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from importlib.metadata import EntryPoint
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 logger = logging.getLogger("reknit")
 

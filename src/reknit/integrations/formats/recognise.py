@@ -11,13 +11,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import StorageError
-from reknit.storage.base import HasFolderAbove
-from reknit.types.small import Foreign
+from reknit.plugins.format import Foreign, HasFolderAbove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 
 HEAD_NBYTES = 4096

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import TypeVar
 
-    from reknit.storage.base import Storage
-    from reknit.types.manifest import Extent
+    from reknit.plugins.format import Extent, Storage
 
     Job = TypeVar("Job")
 

@@ -10,22 +10,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
-from reknit.api.checks import open_checkpoint
-from reknit.engine.loading.match import require_covered
-from reknit.engine.stored.opening import opened, read_opened, unknown_items
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
 from reknit.format.blob_codec import decode_blobs
-from reknit.frameworks import fresh_arrays, tree
+from reknit.frameworks import fresh_arrays
 from reknit.integrations.formats.entries import EMPTY
 from reknit.integrations.formats.export import OPTIONS
-from reknit.types.shard import BOX, GENERATOR, MAPPING, Tagged, full_name, is_form
+from reknit.plugins.format import (
+    GENERATOR,
+    Tagged,
+    full_name,
+    open_checkpoint,
+    opened,
+    read_opened,
+    require_covered,
+    unknown_items,
+)
+from reknit.plugins.framework import tree
+from reknit.types.shard import BOX, MAPPING, is_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from os import PathLike
 
-    from reknit.engine.stored.opening import Contents, OpenCheckpoint
-    from reknit.types.shard import TensorSpec
+    from reknit.plugins.format import Contents, OpenCheckpoint, TensorSpec
 
 
 Keys = tuple[str | int, ...]

@@ -23,8 +23,7 @@ from reknit.integrations.formats.pickles import (
     Vocabulary,
     lost_in,
 )
-from reknit.types.dtype import ITEMSIZE
-from reknit.types.shard import MAX_NDIM, Tagged, TensorSpec
+from reknit.plugins.format import ITEMSIZE, MAX_NDIM, Tagged, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.reports import VerifyReport, unchecked
+from reknit import VerifyReport
 from reknit.engine.stored.file_checks import check_size
 from reknit.errors import CorruptError, FormatError, StorageError, shown
 from reknit.integrations.formats.derived import Cell, derived
 from reknit.integrations.formats.entries import listed
 from reknit.integrations.formats.open import read_foreign, store_of
 from reknit.integrations.formats.small_reads import LOCAL_MARK, Archive, ZipMember, part_of
-from reknit.types.shard import TensorSpec
+from reknit.plugins.format import TensorSpec, unchecked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.integrations.formats.export import StreamPiece
-    from reknit.storage.base import Storage
-    from reknit.types.manifest import FileEntry
+    from reknit.plugins.format import FileEntry, Storage
 
 
 class Named(NamedTuple):

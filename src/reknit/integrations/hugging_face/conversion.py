@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MismatchError, UsageError
-from reknit.transforms.base import Binding, Made, Piece
+from reknit.plugins.format import Binding, Box, Made, Piece
 from reknit.transforms.cuts import aligned, resized
-from reknit.types.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from reknit.transforms.base import Rule, Shape
+    from reknit.plugins.format import Shape
+    from reknit.transforms import Rule
 
 _WRAPPERS = ("module", "_orig_mod")
 _REMEDY = "load the folder with from_pretrained of transformers, and save that model with reknit"

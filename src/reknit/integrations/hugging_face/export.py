@@ -16,12 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from msgspec import structs
 
-from reknit.engine.loading.match import require_covered
 from reknit.engine.stored.file_checks import read_checked
-from reknit.engine.stored.renaming import names_in
 from reknit.errors import MismatchError, MissingExtraError, UsageError
-from reknit.events.phase import Recorder
-from reknit.frameworks.tree import unescape
 from reknit.integrations.formats.export import (
     ExportFolder,
     StreamPiece,
@@ -32,12 +28,12 @@ from reknit.integrations.formats.export import (
 )
 from reknit.integrations.formats.verify import Named, require_equal
 from reknit.integrations.hugging_face.safetensors import Stored, check_storable, encode_header, in_file_order
-from reknit.storage.local.os_errors import translated
+from reknit.plugins.format import Recorder, TensorSpec, names_in, numpy_dtype, require_covered, translated
+from reknit.plugins.framework import tree
 from reknit.transforms.apply import Transformed
 from reknit.transforms.names import split_rules
 from reknit.transforms.quantized import parts_of_quantized
-from reknit.types.dtype import numpy_dtype
-from reknit.types.shard import Shard, TensorSpec
+from reknit.types.shard import Shard
 from reknit.types.wanted import Wanted
 
 if TYPE_CHECKING:
@@ -46,10 +42,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.integrations.formats.export import Fills
-    from reknit.storage.base import Storage
-    from reknit.transforms.base import Rule
+    from reknit.plugins.format import OpenCheckpoint, Storage
+    from reknit.transforms import Rule
 
 
 _TAKEN = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "LICENSE*")
@@ -163,7 +158,7 @@ def weights_of(checkpoint: OpenCheckpoint, item: str, rules: Sequence[Rule]) -> 
 
 def plain_name(fqn: str) -> str:
     """Return the name of a tensor in other tools: keys joined by dots, without escapes."""
-    return ".".join(str(unescape(element)) for element in fqn.split("/"))
+    return ".".join(str(tree.unescape(element)) for element in fqn.split("/"))
 
 
 def _plain_names(fqns: Mapping[int, str], url: str) -> dict[int, str]:

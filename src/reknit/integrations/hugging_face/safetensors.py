@@ -17,21 +17,17 @@ from reknit.format.data_file import (
     framed_header,
 )
 from reknit.format.paths import checked_relative
-from reknit.format.strict_json import decode_strict
 from reknit.integrations.formats.entries import MODEL, ForeignEntries, named
 from reknit.integrations.formats.pickles import UnreadError
 from reknit.integrations.formats.small_reads import do_each, near_parts, part_of, parts_of
 from reknit.integrations.torch_save.files import add_file
-from reknit.types.box import Box
-from reknit.types.manifest import Extent
-from reknit.types.shard import TensorSpec
-from reknit.types.small import decoder
+from reknit.plugins.format import Box, Extent, TensorSpec, decode_strict, decoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.format.data_file import Header
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 
 CODES: dict[str, str] = NATIVE | {

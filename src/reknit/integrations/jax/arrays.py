@@ -9,8 +9,6 @@ import jax
 import numpy as np
 
 from reknit.errors import StateError, UsageError
-from reknit.frameworks.walk import Adapter
-from reknit.frameworks.walk.walk import Place, View
 from reknit.integrations.jax import pytree
 from reknit.integrations.jax.filling import (
     Filling,
@@ -22,18 +20,12 @@ from reknit.integrations.jax.filling import (
     with_data,
 )
 from reknit.integrations.jax.pytree import JaxNodeAdapter, JaxReferenceAdapter, VariableSetter, leaves
-from reknit.types.devices import memory_of
-from reknit.types.dtype import numpy_dtype
-from reknit.types.shard import GENERATOR
+from reknit.plugins.framework import GENERATOR, Adapter, Place, View, memory_of, numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reknit.frameworks.walk.load_walk import Loading
-    from reknit.frameworks.walk.save_walk import Saving
-    from reknit.frameworks.walk.walk import Arrays, Assign, Replicas, World
-    from reknit.types.box import Box
-    from reknit.types.shard import TensorSpec
+    from reknit.plugins.framework import Arrays, Assign, Box, Loading, Replicas, Saving, TensorSpec, World
 
 IMPLEMENTATION: Final = GENERATOR
 """Path element of the name of a key's random generator."""

@@ -9,20 +9,24 @@ import numpy as np
 
 from reknit.errors import StateError
 from reknit.frameworks.neutral import checked_bytes
-from reknit.frameworks.numbers import same_value
-from reknit.frameworks.stateful import Unfilled
-from reknit.frameworks.walk.walk import View
 from reknit.integrations.jax import pytree
-from reknit.types.box import Box
-from reknit.types.dtype import ITEMSIZE, numpy_dtype
-from reknit.types.shard import Tagged, TensorSpec
+from reknit.plugins.framework import (
+    ITEMSIZE,
+    Box,
+    Tagged,
+    TensorSpec,
+    Unfilled,
+    View,
+    numpy_dtype,
+    same_value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from reknit.frameworks.walk.walk import Place, World
+    from reknit.plugins.framework import Place, World
 
 
 TAG: Final = "jax.array"

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
-from reknit.frameworks.training_job import TrainingJob
+from reknit.plugins.framework import TrainingJob
 
 _SLICE_S = 1.0
 """The longest wait inside the client, during which Ctrl-C has no effect."""

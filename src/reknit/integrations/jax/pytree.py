@@ -12,15 +12,11 @@ from jax._src import core
 from jax._src.array import ArrayImpl
 
 from reknit.errors import StateError
-from reknit.frameworks.plain import filled_fields, want_successor
-from reknit.frameworks.tree import too_deep
-from reknit.frameworks.walk import Adapter
+from reknit.plugins.framework import Adapter, filled_fields, tree, want_successor
 from reknit.types.shard import BOX, MAX_DEPTH
 
 if TYPE_CHECKING:
-    from reknit.frameworks.walk.load_walk import Loading
-    from reknit.frameworks.walk.save_walk import Saving
-    from reknit.frameworks.walk.walk import Assign, Place
+    from reknit.plugins.framework import Assign, Loading, Place, Saving
 
 
 def is_key_dtype(dtype: Any) -> bool:
@@ -206,7 +202,7 @@ def leaves(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     if type(value) in _LEAVES or id(value) in seen:
         return
     if depth > 2 * MAX_DEPTH:  # a value at one place may be as deep again
-        raise too_deep("the state")
+        raise tree.too_deep("the state")
     inside: Any = None
     if isinstance(value, Mapping):
         inside = value.values()

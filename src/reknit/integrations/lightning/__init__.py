@@ -16,27 +16,25 @@ from weakref import proxy
 
 import torch
 
-from reknit.api.stored import steps
+from reknit import Checkpointer, steps
 from reknit.errors import MissingExtraError, UsageError
 from reknit.integrations.lightning import hooks
 from reknit.integrations.lightning import step as lightning_folder
 from reknit.integrations.lightning.step import FolderOfRun
 from reknit.integrations.lightning.strategy import adopt
 from reknit.locations import location_text
+from reknit.plugins.trainer import refuse_living
 from reknit.policies import best, latest
 from reknit.policies.keep_policies import ranked
-from reknit.runs.checkpointer import Checkpointer
-from reknit.runs.folder import refuse_living
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
-    from reknit.engine.reports import LoadReport
+    from reknit import LoadReport, SavedStep
     from reknit.options import LoadOptions, SaveOptions
-    from reknit.policies.policy import KeepRule, Policy
-    from reknit.runs.folder import LaterSteps, OtherRun
-    from reknit.types.manifest import SavedStep
+    from reknit.plugins.trainer import KeepRule, LaterSteps, OtherRun
+    from reknit.policies import Policy
 
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")

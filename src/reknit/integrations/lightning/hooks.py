@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import UsageError
-from reknit.frameworks.torch.dtensor import is_dtensor
 from reknit.frameworks.torch.members import without_wrappers
+from reknit.plugins.framework import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -7,10 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from reknit.api import loads, stored
-from reknit.engine.stored.recognising import manifest_exists
-from reknit.engine.stored.run_record import read_line
-from reknit.engine.stored.steps import numbered
+import reknit
 from reknit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -18,24 +15,20 @@ from reknit.errors import (
     UsageError,
     VersionError,
 )
-from reknit.frameworks import tree
-from reknit.frameworks.stateful import Kept
 from reknit.integrations.formats.programs import is_start, newest_of_others
 from reknit.integrations.formats.recognise import checkpoint_of_others, run_of_others
 from reknit.integrations.lightning.hooks import copied
 from reknit.integrations.trainers import newest_before
 from reknit.locations import location_text
 from reknit.options import LoadOptions
-from reknit.runs.load_step import UNSOUND
-from reknit.runs.tiers import below
-from reknit.storage.registry import open_storage
+from reknit.plugins.framework import tree
+from reknit.plugins.trainer import UNSOUND, Kept, below, manifest_exists, numbered, open_storage, read_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.engine.reports import LoadReport
-    from reknit.runs.checkpointer import Checkpointer
-    from reknit.storage.base import Storage
+    from reknit import Checkpointer, LoadReport
+    from reknit.plugins.format import Storage
 
 
 _SUFFIX = ".ckpt"
@@ -169,11 +162,11 @@ class StepOfRun:
         if self.run is not None and not lenient:
             return self.run.load(state, self.number)
         strict = ["!model/*"] if lenient and "model" in state else True
-        return loads.load(self.path, state, strict=strict, options=self.options)
+        return reknit.load(self.path, state, strict=strict, options=self.options)
 
     def load_optimizers(self, state: Mapping[str, Any]) -> LoadReport:
         """Fill optimizers; `state` has the model, too, which names their parameters, and is not filled."""
-        return loads.load(self.path, state, options=replace(self.options, only=_OPTIMIZERS))
+        return reknit.load(self.path, state, options=replace(self.options, only=_OPTIMIZERS))
 
     def states(self, groups: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
         """Return the saved states of the model and of optimizers in new memory, as Lightning has them.
@@ -183,7 +176,7 @@ class StepOfRun:
         plain = replace(
             self.options, only=(), cast=False, allow_shape_mismatch=(), share="auto", progress=True
         )
-        with stored.open(self.path, options=plain) as checkpoint:
+        with reknit.open(self.path, options=plain) as checkpoint:
             items = [optimizer_name(number) for number, one in enumerate(groups) if one is not None]
             found = checkpoint.read_all(["model"] * ("model" in checkpoint.items) + items)
         optimizers = [
@@ -236,7 +229,7 @@ def find(path: str, folders: Mapping[str, FolderOfRun], broadcast: Any, *, fits:
             place = next((each.path for each in run.steps() if each.step == number), below(root, "?"))
             return _step(place, rest, folder, number=number, gives_way=True)
         if path == root:
-            if (newest := broadcast(stored.latest(root))) is None:
+            if (newest := broadcast(reknit.latest(root))) is None:
                 raise CheckpointNotFoundError(f"there is no committed step below {root}")
             return _at(newest, rest, folder, fits=fits)
         if run is not None and (numbers := [each.step for each in run.steps() if each.path == path]):
@@ -248,10 +241,10 @@ def find(path: str, folders: Mapping[str, FolderOfRun], broadcast: Any, *, fits:
 
 def _at(path: str, rest: Kept, folder: FolderOfRun | None, *, fits: bool) -> StepOfRun:
     step = _step(path, rest, folder)
-    with stored.open(path) as checkpoint:
+    with reknit.open(path) as checkpoint:
         has_trainer = TRAINER in checkpoint.items
     if fits or has_trainer:
-        loads.load(path, {TRAINER: rest}, options=step.options)
+        reknit.load(path, {TRAINER: rest}, options=step.options)
     step.rest = dict(rest.values)
     return step
 

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from reknit.engine.stored.recognising import manifest_exists
+from reknit import PerRank, RngState
 from reknit.errors import StateError, UsageError
-from reknit.frameworks.per_rank import PerRank, RngState
-from reknit.frameworks.stateful import Accessors, Kept
 from reknit.integrations import loaders
 from reknit.integrations.lightning.hooks import (
     OWN,
@@ -39,8 +37,7 @@ from reknit.integrations.lightning.hooks import (
 )
 from reknit.integrations.lightning.step import TRAINER, find, optimizer_name, sound
 from reknit.integrations.private_hooks import private
-from reknit.runs.load_step import say_resumed
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import Accessors, Kept, manifest_exists, open_storage, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -14,22 +14,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks.numbers import same_value, whole
 from reknit.frameworks.torch import numbers, param_options
-from reknit.frameworks.torch.slots import MASTER, NumberedGroups
-from reknit.frameworks.torch.tensor import dtype_name, torch_dtype
-from reknit.frameworks.walk.walk import Place, View
+from reknit.frameworks.torch.slots import NumberedGroups
 from reknit.integrations.megatron import names as megatron_names
 from reknit.integrations.megatron import private
 from reknit.integrations.megatron.names import GROUPS
-from reknit.types.box import Box
-from reknit.types.shard import TensorSpec
+from reknit.plugins.framework import (
+    MASTER,
+    Box,
+    Place,
+    TensorSpec,
+    View,
+    dtype_name,
+    same_value,
+    torch_dtype,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reknit.frameworks.walk.load_walk import Loading
     from reknit.integrations.megatron.private import BufferBucket, MainTensors, Pairs
+    from reknit.plugins.framework import Loading
 
 
 class Working(NamedTuple):

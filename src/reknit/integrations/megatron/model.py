@@ -11,33 +11,38 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from reknit import PerRank
 from reknit.errors import StateError
-from reknit.frameworks.neutral import to_neutral
-from reknit.frameworks.per_rank import PerRank, PerRankAdapter
-from reknit.frameworks.stateful import Accessors
 from reknit.frameworks.torch import members, own_load
-from reknit.frameworks.torch.dtensor import is_dtensor
-from reknit.frameworks.torch.flat_part import FlatPart, storage_order
-from reknit.frameworks.torch.tensor import dtype_name, local_memory, spec_of
-from reknit.frameworks.walk import Adapter
-from reknit.frameworks.walk.walk import Place, View
 from reknit.integrations.megatron import names as megatron_names
 from reknit.integrations.megatron import private
 from reknit.integrations.megatron import sharded as dist_checkpointing
 from reknit.integrations.megatron import sharded as gathered_states
-from reknit.types.box import Box
-from reknit.types.devices import memory_of
-from reknit.types.shard import TensorSpec
+from reknit.plugins.framework import (
+    Adapter,
+    Box,
+    FlatPart,
+    PerRankAdapter,
+    Place,
+    TensorSpec,
+    View,
+    dtype_name,
+    is_dtensor,
+    local_memory,
+    memory_of,
+    spec_of,
+    storage_order,
+    to_neutral,
+)
+from reknit.plugins.trainer import Accessors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reknit.frameworks.walk.load_walk import Loading
-    from reknit.frameworks.walk.save_walk import Saving
-    from reknit.frameworks.walk.walk import Assign, Replicas, Walk, World
     from reknit.integrations.megatron.names import GridPlace
     from reknit.integrations.megatron.private import RankGroups
     from reknit.integrations.megatron.sharded import GlobalBox
+    from reknit.plugins.framework import Assign, Loading, Replicas, Saving, Walk, World
 
 
 _AXES = {2: ("pp", "tp"), 3: ("pp", "tp", "dp")}

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import imported
 from reknit.integrations.megatron import names, sharded
+from reknit.plugins.framework import imported
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from reknit.frameworks.walk.walk import Place, World
+    from reknit.plugins.framework import Place, World
 
     Pairs: TypeAlias = tuple[list[list[Any]], list[list[Any]]]
 

@@ -17,7 +17,7 @@ from reknit.integrations.hugging_face.models import (
 
 if TYPE_CHECKING:
     from reknit.integrations.hugging_face.models import Family, Model
-    from reknit.transforms.base import Rule
+    from reknit.transforms import Rule
 
 Spec = Literal["transformer_engine", "local"]
 SPECS = ("transformer_engine", "local")

@@ -19,22 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from reknit.api import loads, saves, stored
+import reknit
 from reknit.errors import CheckpointNotFoundError, MismatchError, UsageError
-from reknit.events.phase import Deadline
-from reknit.frameworks import tree
-from reknit.frameworks.stateful import Kept
 from reknit.integrations.megatron import private, sharded
 from reknit.integrations.megatron.model import names_of, with_flat_leaves
 from reknit.options import SaveOptions
-from reknit.runs.load_step import say_resumed
-from reknit.storage.registry import open_storage
+from reknit.plugins.framework import tree
+from reknit.plugins.trainer import Deadline, Kept, open_storage, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from os import PathLike
 
-    from reknit.engine.reports import LoadReport
+    from reknit import LoadReport
     from reknit.options import LoadOptions
 
 logger = logging.getLogger("reknit")
@@ -90,7 +87,7 @@ def save(
     state[_COMMON] = Kept(common) if _rank() == 0 else sharded.local_object(None)
     number = _step(sharded_state_dict, checkpoint_dir) if step is None else step
     options = options or SaveOptions()
-    pending = saves.save(
+    pending = reknit.save(
         checkpoint_dir, state, step=number, wait=not async_sharded_save, overwrite=True, options=options
     )
     if not async_sharded_save:
@@ -106,7 +103,7 @@ def _wait_for(path: str, timeout_s: float) -> None:
     deadline = Deadline(timeout_s)
     while deadline.remaining() > 0:
         try:
-            checkpoint = stored.open(path)
+            checkpoint = reknit.open(path)
         except CheckpointNotFoundError:
             time.sleep(_POLL_S)
         else:
@@ -169,10 +166,10 @@ def _load(
     That something does not fit anywhere is an error on every rank, so all of them load once more.
     """
     try:
-        return loads.load(path, {**items, _COMMON: kept}, options=options)
+        return reknit.load(path, {**items, _COMMON: kept}, options=options)
     except MismatchError:
         items = _by_key(items, path)
-    return loads.load(path, {**items, _COMMON: kept}, strict=strict, options=options)
+    return reknit.load(path, {**items, _COMMON: kept}, strict=strict, options=options)
 
 
 def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
@@ -180,7 +177,7 @@ def _by_key(items: dict[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
 
     A live model or optimizer has its item for itself: nothing is put beside it.
     """
-    with stored.open(path) as checkpoint:
+    with reknit.open(path) as checkpoint:
         saved = {item: {*checkpoint.tensors[item], *checkpoint.values[item]} for item in checkpoint.items}
     live = {item for item, value in items.items() if not all(map(sharded.is_sharded, sharded.nested(value)))}
     moved: dict[str, list[Any]] = {}
@@ -205,7 +202,7 @@ def load_common_state_dict(
     Every rank calls it.
     """
     kept = Kept()
-    loads.load(checkpoint_dir, {_COMMON: kept}, options=options)
+    reknit.load(checkpoint_dir, {_COMMON: kept}, options=options)
     values: dict[str, Any] = _with_enums(kept.values)
     return values
 

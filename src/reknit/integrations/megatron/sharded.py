@@ -16,20 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks import imported, tree
-from reknit.frameworks.neutral import to_neutral
 from reknit.frameworks.torch.numbers import bytes_of
 from reknit.frameworks.torch.own_load import called
-from reknit.frameworks.torch.slots import MASTER
-from reknit.frameworks.torch.tensor import torch_dtype
-from reknit.frameworks.walk.walk import Place
 from reknit.integrations.megatron import names as megatron_names
+from reknit.plugins.framework import MASTER, Place, imported, to_neutral, torch_dtype, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from reknit.frameworks.walk.load_walk import Loading
-    from reknit.frameworks.walk.save_walk import Saving
+    from reknit.plugins.framework import Loading, Saving
 
 
 _BUFFER = re.compile(r"gbuf_idx_(\d+)")

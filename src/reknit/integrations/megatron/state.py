@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import numbers, own_state
-from reknit.frameworks.torch.optimizers import OptimizerAdapter
-from reknit.frameworks.torch.slots import ParamSlot, Slots
+from reknit.frameworks.torch import numbers
 from reknit.integrations.megatron import flat_states, private
 from reknit.integrations.megatron import flat_states as main_parameters
 from reknit.integrations.megatron import flat_states as saved_groups
@@ -25,14 +23,12 @@ from reknit.integrations.megatron.model import (
     groups,
     tensors,
 )
+from reknit.plugins.framework import OptimizerAdapter, ParamSlot, Slots, inner_kind
 
 if TYPE_CHECKING:
-    from reknit.frameworks.torch.flat_part import FlatPart
-    from reknit.frameworks.walk import Adapter
-    from reknit.frameworks.walk.load_walk import Loading
-    from reknit.frameworks.walk.walk import Assign, Place, Replicas, Walk
     from reknit.integrations.megatron.flat_states import Working
     from reknit.integrations.megatron.model import HeldPart
+    from reknit.plugins.framework import Adapter, Assign, FlatPart, Loading, Place, Replicas, Walk
 
 
 _GRAD_SCALER = "grad_scaler"
@@ -93,7 +89,7 @@ class _OptimizerReader:
         for work in main_parameters.working(optimizer, self.place):
             if work.inner is not inner:
                 inner = work.inner
-                self.kind = own_state.inner_kind(inner, self.place)
+                self.kind = inner_kind(inner, self.place)
                 for group in inner.param_groups:
                     self._options(group)
                     self.inners[id(group)] = inner

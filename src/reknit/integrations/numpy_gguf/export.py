@@ -18,9 +18,7 @@ from reknit.integrations.formats.verify import (
     require_equal,
     require_same_values,
 )
-from reknit.storage.local.os_errors import translated
-from reknit.types.dtype import numpy_dtype
-from reknit.types.shard import TensorSpec
+from reknit.plugins.format import TensorSpec, numpy_dtype, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.integrations.formats.export import StreamPiece
+    from reknit.plugins.format import OpenCheckpoint
 
 DTYPES = "__dtypes__"
 """The array that names the true types of tensors whose bits are stored as unsigned integers."""

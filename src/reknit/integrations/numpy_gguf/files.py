@@ -20,10 +20,7 @@ from reknit.errors import CorruptError, FormatError, shown
 from reknit.integrations.formats.derived import inflated_path, strided_path
 from reknit.integrations.formats.entries import MODEL, ForeignEntries, named
 from reknit.integrations.formats.small_reads import Archive, ZipMember, do_each, part_of
-from reknit.types.box import Box
-from reknit.types.dtype import ITEMSIZE
-from reknit.types.manifest import Extent
-from reknit.types.shard import MAX_NDIM, TensorSpec
+from reknit.plugins.format import ITEMSIZE, MAX_NDIM, Box, Extent, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

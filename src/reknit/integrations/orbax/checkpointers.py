@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbax import checkpoint as ocp
 
-from reknit.api import saves, stored
+import reknit
 from reknit.errors import CheckpointExistsError, UsageError, shown
 from reknit.integrations.orbax.items import (
     CUSTOM,
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
-    from reknit.engine.loading.browse import Checkpoint
-    from reknit.engine.outcome import PendingSave
+    from reknit import Checkpoint, PendingSave
     from reknit.options import SaveOptions
 
 
@@ -57,7 +56,7 @@ class _Handler:
     def metadata(self, directory: str | PathLike[str]) -> Any:
         """Return the object with abstract arrays."""
         path, item = located(directory)
-        with stored.open(path) as checkpoint:
+        with reknit.open(path) as checkpoint:
             return described(checkpoint, item)
 
     def finalize(self, directory: str | PathLike[str]) -> None:
@@ -135,13 +134,13 @@ def write(
             path=path,
             remedy="save to another path, or pass force=True (v1: overwrite=True) to replace it safely",
         )
-    return saves.save(directory, saved_state(args, custom), wait=wait, overwrite=force, options=options)
+    return reknit.save(directory, saved_state(args, custom), wait=wait, overwrite=force, options=options)
 
 
 def read(directory: str | PathLike[str], args: Any) -> Any:
     """Restore the items of the arguments from the checkpoint, or the item in it, that a directory names."""
     path, item = located(directory)
-    with stored.open(path) as checkpoint:
+    with reknit.open(path) as checkpoint:
         if item == TREE and not isinstance(args, ocp.args.Composite):
             return restored_tree(path, args, checkpoint)
         return restored(path, args, checkpoint, item or None)

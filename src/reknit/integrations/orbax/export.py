@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import MismatchError, MissingExtraError, ReknitError, StorageError
-from reknit.events.phase import Recorder
-from reknit.frameworks import tree
 from reknit.integrations.formats.export import ExportFolder, read_boxes, require_room, stream
 from reknit.integrations.formats.states import Stub, dotted, kept, leaves, mapped, state_of
 from reknit.integrations.formats.verify import (
@@ -22,17 +20,15 @@ from reknit.integrations.formats.verify import (
     require_equal,
     require_same_values,
 )
-from reknit.storage.local.os_errors import typed
-from reknit.types.box import Box
-from reknit.types.dtype import numpy_dtype
-from reknit.types.shard import TensorSpec
+from reknit.plugins.format import Box, Recorder, TensorSpec, numpy_dtype, typed
+from reknit.plugins.framework import tree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.integrations.formats.states import Keys, SavedState
+    from reknit.plugins.format import OpenCheckpoint
 
 _LACKING = frozenset({"complex32", "float4_e2m1fn_x2"})
 """Types that the files of Orbax cannot hold."""

@@ -11,20 +11,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from reknit.errors import CorruptError, FormatError, shown
-from reknit.format.strict_json import count_values, decode_member, decode_strict
 from reknit.integrations.formats.derived import SPARSE, Cell, ZarrArrays, cell_path
 from reknit.integrations.formats.entries import Chunks, ForeignEntries, named
 from reknit.integrations.hugging_face.safetensors import small_file
-from reknit.storage.base import HasFolderAbove
-from reknit.types.box import Box
-from reknit.types.dtype import ITEMSIZE
-from reknit.types.manifest import Extent
-from reknit.types.shard import GENERATOR, TensorSpec, full_name
-from reknit.types.small import Unread, converted
+from reknit.plugins.format import (
+    GENERATOR,
+    ITEMSIZE,
+    Box,
+    Extent,
+    HasFolderAbove,
+    TensorSpec,
+    Unread,
+    converted,
+    count_values,
+    decode_member,
+    decode_strict,
+    full_name,
+)
 
 if TYPE_CHECKING:
     from reknit.integrations.formats.derived import ArrayFacts
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 
 MAX_NBYTES = 64 << 20

@@ -13,27 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 from orbax import checkpoint as ocp
 
-from reknit.api import loads
-from reknit.api.ranks import acting
-from reknit.engine.stored.at_path import manifest_in
-from reknit.engine.stored.steps import step_name
+import reknit
+from reknit import PerRank
 from reknit.errors import MismatchError, UsageError, shown
-from reknit.frameworks import tree
-from reknit.frameworks.per_rank import PerRank
-from reknit.frameworks.stateful import Kept, is_stateful
 from reknit.integrations.jax.arrays import IMPLEMENTATION
 from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions
-from reknit.runs.load_step import say_resumed
-from reknit.runs.tiers import below
-from reknit.storage.registry import open_storage
-from reknit.types.dtype import numpy_dtype
+from reknit.plugins.framework import numpy_dtype, tree
+from reknit.plugins.trainer import (
+    Kept,
+    acting,
+    below,
+    is_stateful,
+    manifest_in,
+    open_storage,
+    say_resumed,
+    step_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from os import PathLike
 
-    from reknit.engine.loading.browse import Checkpoint
+    from reknit import Checkpoint
 
 
 # mypy: disallow-untyped-calls=False
@@ -355,7 +357,7 @@ def _load(path: str, wanted: Mapping[str, ItemTarget]) -> dict[str, Any]:
     if any(each.only for each in wanted.values()):
         only = [pattern for name, each in wanted.items() for pattern in each.only or (name, f"{name}/*")]
     try:
-        report = loads.load(path, state, strict=strict, options=LoadOptions(cast=True, only=tuple(only)))
+        report = reknit.load(path, state, strict=strict, options=LoadOptions(cast=True, only=tuple(only)))
     except MismatchError as error:
         items = ", ".join(f"{name!r}: ..." for name in state)
         error.remedy = (

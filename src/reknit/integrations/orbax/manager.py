@@ -14,31 +14,34 @@ from etils import epath
 from orbax import checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from reknit.api import stored
-from reknit.api.ranks import acting
-from reknit.engine.stored.run_record import Line
-from reknit.engine.stored.steps import numbered, step_name
+import reknit
+from reknit import Checkpointer
 from reknit.errors import CheckpointExistsError, UsageError
 from reknit.integrations.formats.recognise import checkpoint_of_others
 from reknit.integrations.orbax.checkpointers import described, legacy_args
 from reknit.integrations.orbax.items import CUSTOM, kept_value, restored, saved_state
 from reknit.locations import location_text
 from reknit.options import SaveOptions
-from reknit.runs.agreement import ask_root
-from reknit.runs.checkpointer import Checkpointer
-from reknit.runs.folder import refuse_living
-from reknit.runs.pending_saves import forbid_markers, wait_for_agents
-from reknit.runs.tiers import below
-from reknit.storage.registry import open_storage
+from reknit.plugins.trainer import (
+    Line,
+    acting,
+    ask_root,
+    below,
+    forbid_markers,
+    numbered,
+    open_storage,
+    refuse_living,
+    step_name,
+    wait_for_agents,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.outcome import PendingSave
-    from reknit.runs.folder import OtherRun
-    from reknit.storage.base import Storage
-    from reknit.types.manifest import SavedStep
+    from reknit import PendingSave, SavedStep
+    from reknit.plugins.format import Storage
+    from reknit.plugins.trainer import OtherRun
 
 
 logger = logging.getLogger("reknit")
@@ -374,14 +377,14 @@ class CheckpointManager:
         """
         self.wait_until_finished()
         if step is None:
-            known = [each.step for each in (stored.steps(directory) if directory else self._run.steps())]
+            known = [each.step for each in (reknit.steps(directory) if directory else self._run.steps())]
             step = max((number for number in known if number is not None), default=None)
             if step is None:
                 raise FileNotFoundError(f"there is no step in {directory or self._root}")
         if args is None and (items is not None or restore_kwargs):
             args = legacy_args(self._handlers, items, restore_kwargs, named=self._named, saves=False)
         path = below(str(location_text(directory or self._root)), step_name(step))
-        with stored.open(path) as checkpoint:
+        with reknit.open(path) as checkpoint:
             return restored(path, args, checkpoint)
 
     # Steps
@@ -413,7 +416,7 @@ class CheckpointManager:
     def metadata(self, step: int) -> StepContents:
         """Return the contents of a step."""
         self.wait_until_finished()
-        with stored.open(below(self._root, step_name(step))) as checkpoint:
+        with reknit.open(below(self._root, step_name(step))) as checkpoint:
             custom = kept_value(checkpoint, CUSTOM)
             return StepContents(described(checkpoint), self.metrics(step), custom or {})
 
@@ -434,7 +437,7 @@ class CheckpointManager:
         self._steps.removed(step)
 
     def _delete(self, step: int) -> None:
-        stored.delete(below(self._root, step_name(step)))
+        reknit.delete(below(self._root, step_name(step)))
 
     # The end of saves
 

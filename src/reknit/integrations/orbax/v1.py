@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reknit.api import stored
+import reknit
 from reknit.integrations.orbax import v1_training as training
 from reknit.integrations.orbax.checkpointers import described, write
 from reknit.integrations.orbax.items import CUSTOM, PLACEHOLDER, located, restored
@@ -83,7 +83,7 @@ def load(
     Without a name it is the item ``state``, or the only item.  Raises the errors of `reknit.load`.
     """
     place, item = located(path)
-    with stored.open(place) as checkpoint:
+    with reknit.open(place) as checkpoint:
         items = [name for name in checkpoint.items if name != CUSTOM]
         name = item or checkpointable_name or (items[0] if len(items) == 1 else STATE)
         return restored(place, restore_arg(abstract_state), checkpoint, name)
@@ -94,7 +94,7 @@ def load_checkpointables(
 ) -> dict[str, Any]:
     """Load named objects like abstract ones, or all as the checkpoint has them."""
     place, _ = located(path)
-    with stored.open(place) as checkpoint:
+    with reknit.open(place) as checkpoint:
         targets = abstract_checkpointables
         if targets is None:
             targets = dict.fromkeys(name for name in checkpoint.items if name != CUSTOM)
@@ -104,7 +104,7 @@ def load_checkpointables(
 def metadata(path: str | PathLike[str], *, checkpointable_name: str | None = None) -> Any:
     """Return a tree with abstract arrays."""
     place, item = located(path)
-    with stored.open(place) as checkpoint:
+    with reknit.open(place) as checkpoint:
         items = [name for name in checkpoint.items if name != CUSTOM]
         return described(checkpoint, item or checkpointable_name or (items[0] if len(items) == 1 else STATE))
 
@@ -112,7 +112,7 @@ def metadata(path: str | PathLike[str], *, checkpointable_name: str | None = Non
 def checkpointables_metadata(path: str | PathLike[str]) -> dict[str, Any]:
     """Return all named objects with abstract arrays."""
     place, _ = located(path)
-    with stored.open(place) as checkpoint:
+    with reknit.open(place) as checkpoint:
         return {name: described(checkpoint, name) for name in checkpoint.items if name != CUSTOM}
 
 

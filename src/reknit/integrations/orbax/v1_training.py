@@ -9,19 +9,19 @@ from orbax import checkpoint as ocp
 from orbax.checkpoint.experimental.v1 import training as _orbax
 
 from reknit.errors import UsageError, shown
-from reknit.frameworks.stateful import is_stateful
 from reknit.integrations.orbax.items import saved_state
 from reknit.integrations.orbax.manager import CheckpointManager
+from reknit.plugins.trainer import is_stateful
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
-    from reknit.engine.outcome import PendingSave
+    from reknit import PendingSave
     from reknit.integrations.orbax.manager import StepFacts
     from reknit.options import SaveOptions
-    from reknit.runs.folder import OtherRun
+    from reknit.plugins.trainer import OtherRun
 
 
 # mypy: disallow-untyped-calls=False

@@ -23,7 +23,7 @@ from reknit.integrations.formats.verify import (
     require_equal,
     require_same_values,
 )
-from reknit.storage.local.os_errors import translated
+from reknit.plugins.format import translated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reknit.engine.stored.opening import OpenCheckpoint
-    from reknit.types.shard import TensorSpec
+    from reknit.plugins.format import OpenCheckpoint, TensorSpec
 
 
 _SAFE = frozenset({type(None), bool, int, float, str, Stub})

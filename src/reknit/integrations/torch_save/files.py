@@ -27,11 +27,10 @@ from reknit.integrations.formats.torch_values import (
     legacy_storage_of,
     storage_of,
 )
-from reknit.types.box import Box
-from reknit.types.manifest import Extent
+from reknit.plugins.format import Box, Extent
 
 if TYPE_CHECKING:
-    from reknit.storage.base import Storage
+    from reknit.plugins.format import Storage
 
 _HEAD_NBYTES = 2 << 10
 _GROUPS = {"state_dict": MODEL, "module": MODEL, "optim": "optimizer"}

@@ -17,14 +17,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.stateful import Stateful
 
-from reknit import policies
-from reknit.api import loads
+import reknit
+from reknit import Checkpointer, policies
 from reknit.errors import MismatchError, MissingExtraError, UsageError
 from reknit.integrations.dcp import script as dcp
 from reknit.options import LoadOptions, SaveOptions  # noqa: TC001 - tyro reads the types of a config
-from reknit.runs.checkpointer import Checkpointer
-from reknit.runs.folder import BEGIN_ANEW
-from reknit.runs.load_step import say_resumed
+from reknit.plugins.trainer import BEGIN_ANEW, say_resumed
 
 try:
     import tyro
@@ -39,7 +37,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reknit.engine.outcome import PendingSave
+    from reknit import PendingSave
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -213,7 +211,7 @@ class ReknitCheckpointManager(titan.BaseCheckpointManager):  # type: ignore[misc
             own = {key: names.pop(key) for key in state}
             self._give({titan.MODEL: names, **own})
         else:
-            loads.load(path, state, options=config.load_options)
+            reknit.load(path, state, options=config.load_options)
             self._give(state)
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from reknit.errors import StorageNotFoundError
 from reknit.events.phase import CLOCK, retries
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from reknit.events.phase import Recorder
     from reknit.storage.base import CommitsLate, CopiesFiles, HasFolderAbove, Listed, Reading, Storage, Writer
 
-    Half = Callable[[], object] | None
-
 
 T = TypeVar("T")
+Half: TypeAlias = "Callable[[], object] | None"
 
 KINDS = {"read_into": "read", "read_runs": "read", "folders": "list"}
 """The common name of operations of one kind."""

@@ -31,7 +31,7 @@ from reknit.errors import (
     UsageError,
     shortage,
 )
-from reknit.storage.base import ExistingError, ForkGuard, existing, missing
+from reknit.plugins.store import ExistingError, ForkGuard, existing, missing
 from reknit.stores.hdfs.config import cluster
 from reknit.system import DaemonExecutor
 

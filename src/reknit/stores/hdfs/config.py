@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from reknit.environment import hadoop_conf_dir, hadoop_user
 from reknit.errors import UsageError
 from reknit.options import MIB, Durability
-from reknit.storage.paths import check_path, require, url_options
+from reknit.plugins.store import check_path, require, url_options
 
 Concat = Literal["auto", "rpc", "webhdfs", "none"]
 

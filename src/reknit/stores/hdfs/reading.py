@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reknit.errors import StorageError, StorageNotFoundError
-from reknit.events.phase import Deadline
-from reknit.storage.base import shorter, too_large
-from reknit.storage.ranges import spread, take_runs
+from reknit.plugins.store import Deadline, shorter, spread, take_runs, too_large
 from reknit.stores.hdfs.client import PIECE_NBYTES
 
 if TYPE_CHECKING:

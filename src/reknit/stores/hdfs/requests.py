@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from reknit.errors import StorageError, StoragePermissionError, UsageError
-from reknit.events.phase import Deadline
+from reknit.plugins.store import Deadline
 from reknit.stores.hdfs.client import of_class, unreached
 
 if TYPE_CHECKING:

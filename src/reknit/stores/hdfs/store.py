@@ -15,11 +15,21 @@ from reknit.errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
-from reknit.events.phase import now
-from reknit.storage.base import Dated, ExistingError, Listed, Reading, existing, missing
-from reknit.storage.paths import check_path, is_temporary, kind_of
-from reknit.storage.ranges import checked_runs, filled
-from reknit.storage.wrappers.retrying import with_retries
+from reknit.plugins.store import (
+    Dated,
+    ExistingError,
+    Listed,
+    Reading,
+    check_path,
+    checked_runs,
+    existing,
+    filled,
+    is_temporary,
+    kind_of,
+    missing,
+    now,
+    with_retries,
+)
 from reknit.stores.hdfs.client import HdfsClient
 from reknit.stores.hdfs.config import HdfsPath, parse_url
 from reknit.stores.hdfs.reading import GAP_NBYTES, BlockReaders
@@ -33,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reknit.options import Durability
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 _STALE_S = 86_400.0
 """Age above which a temporary file belongs to a dead write."""

@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reknit.errors import StorageError, StorageNotFoundError, StorageUnavailableError
-from reknit.events.phase import Deadline
-from reknit.storage.base import ExistingError, Progress, TakenNames, removed
+from reknit.plugins.store import Deadline, ExistingError, Progress, TakenNames, removed
 from reknit.stores.hdfs.client import PIECE_NBYTES, OverdueError, begin, together, unreached
 from reknit.system import dice
 

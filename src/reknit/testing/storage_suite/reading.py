@@ -16,7 +16,7 @@ from reknit.testing.storage_suite.suite import Suite, listed, pattern, read, rea
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 
 ESCAPES = (

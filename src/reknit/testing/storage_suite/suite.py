@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 
 def pattern(nbytes: int, seed: int = 0) -> bytes:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
-from reknit.events.phase import CLOCK
-from reknit.storage.base import CopiesFiles, HasDates
+from reknit.plugins.store import CLOCK, CopiesFiles, HasDates
 from reknit.testing.storage_suite.suite import Suite, listed, pattern, read, seen_meanwhile, write
 
 if TYPE_CHECKING:
-    from reknit.storage.base import Storage
+    from reknit.plugins.store import Storage
 
 
 either_way = pytest.mark.parametrize("if_absent", [False, True])
