@@ -226,7 +226,6 @@ SMALL = {
     "engine/saving/task.py": "the values of one save",
     "engine/stored/at_path.py": "above recognising and hints, which need none of it",
     "format/checksum.py": "the rule of the digest, for all readers and writers",
-    "frameworks/training_job.py": "the facts that jobs of torch and JAX share",
     "integrations/model_maps.py": "public names; between two rooms, each of which needs the other's models",
     "plugins/events.py": "an interface: its names are in the stub",
     "plugins/format.py": "an interface: its names are in the stub",

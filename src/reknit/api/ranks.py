@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Group
     from reknit.comm.meeting.rendezvous import Store
-    from reknit.frameworks.training_job import TrainingJob
+    from reknit.frameworks import TrainingJob
 
 
 class ProcessGroup(Protocol):

@@ -331,7 +331,7 @@ def prepare(
     try:
         outcome = SaveOutcome(task.place.url, logged=False)
         outcome.is_read = True  # it is raised here, so no later save needs to raise it
-        driver.prepare(task, AtAgent(task, _background_of(task), outcome))
+        AtAgent(task, _background_of(task), outcome).prepare()
         outcome.result(2 * options.timeout_s)  # each of the two rounds ends within its own time
     except ReknitError as error:
         if options.on_error == "raise" or isinstance(error, UsageError):

@@ -132,7 +132,7 @@ class _Frameworks(NamedTuple):
 
 
 def _known() -> _Frameworks:
-    """Return what is known of the frameworks that are imported."""
+    """Return the adapters, and more, of the frameworks that are imported."""
     found, of_frameworks = _loaded()
     libraries = (*_all(found, "libraries"), NumpyArrays())
     adapters: tuple[Adapter, ...] = (

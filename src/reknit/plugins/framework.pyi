@@ -1,5 +1,6 @@
 """The names that the adapter of a framework may import; `framework.py` imports each one when it is used."""
 
+from reknit.frameworks import TrainingJob as TrainingJob
 from reknit.frameworks import imported as imported
 from reknit.frameworks import tree as tree
 from reknit.frameworks.custom import CustomFramework as CustomFramework
@@ -32,7 +33,6 @@ from reknit.frameworks.torch.tensor import spec_of as spec_of
 from reknit.frameworks.torch.tensor import torch_dtype as torch_dtype
 from reknit.frameworks.torch.wrappers import FlatParameter as FlatParameter
 from reknit.frameworks.torch.wrappers import ModuleExtension as ModuleExtension
-from reknit.frameworks.training_job import TrainingJob as TrainingJob
 from reknit.frameworks.walk import Adapter as Adapter
 from reknit.frameworks.walk.load_walk import Loading as Loading
 from reknit.frameworks.walk.save_walk import Saving as Saving

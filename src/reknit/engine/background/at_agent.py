@@ -14,7 +14,7 @@ from reknit.engine.background.snapshot import Deferred, Snapshot
 from reknit.engine.background.trainer_save import SaveArena, log_failure
 from reknit.engine.memory.devices import Staging
 from reknit.engine.saving.layout import LiveFiles, Owners
-from reknit.engine.saving.part import lay_out
+from reknit.engine.saving.part import encode, lay_out
 from reknit.errors import typed
 from reknit.events.phase import monotonic
 from reknit.events.to_file import everywhere
@@ -143,8 +143,16 @@ class AtAgent:
         else:
             start_thread("reknit-stages", partial(_settled, self._settle, save, self.task.options.timeout_s))
 
-    def warm_up(self, part: Part) -> None:
-        """Make the plan and the arena of a layout, with all ranks, without copying or writing.
+    def prepare(self) -> None:
+        """Prepare for saves of the state of the task, with all ranks, in the place of `saving.save`."""
+        with self.rounds():
+            takes_over = self.open()
+            with self.task.recorder.phase("collect"):
+                part = encode(self.task.holdings(), self.task, takes_over=takes_over)
+            self._warm_up(part)
+
+    def _warm_up(self, part: Part) -> None:
+        """Make the plan and the arena of a layout, without copying or writing.
 
         Every rank makes a new plan, so that the plans of all ranks fit each other after any earlier saves.
         """

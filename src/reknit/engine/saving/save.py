@@ -62,25 +62,3 @@ def save(task: SaveTask, writer: SaveWriter) -> None:
         writer.write(files)
         # 9 Commit: values are written, receipts go to the root, which writes index and manifest (one round).
         writer.commit(files)
-
-
-class Preparing(Protocol):
-    """A writer that can prepare a save."""
-
-    def rounds(self) -> AbstractContextManager[None]:
-        """Return the block in which a rank prepares: an error in it is raised on all ranks."""
-
-    def open(self) -> bool:
-        """Return whether the store takes over files.  Raises the error of the arguments."""
-
-    def warm_up(self, part: Part) -> None:
-        """Make ready for saves of a part with this layout."""
-
-
-def prepare(task: SaveTask, writer: Preparing) -> None:
-    """Prepare for saves of the state of a task as one rank of a group, with all others."""
-    with writer.rounds():
-        takes_over = writer.open()
-        with task.recorder.phase("collect"):
-            part = encode(task.holdings(), task, takes_over=takes_over)
-        writer.warm_up(part)

@@ -10,8 +10,8 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from reknit.errors import CommError, DeadlineError, ShortageError, UsageError
+from reknit.frameworks import TrainingJob
 from reknit.frameworks.torch import torch_private
-from reknit.frameworks.training_job import TrainingJob
 from reknit.types import devices
 
 if TYPE_CHECKING:
