@@ -24,7 +24,6 @@ from reknit.engine.stored.run_record import (
     Run,
     folder_above,
     newest_record,
-    newest_run,
     open_run,
     read_line,
 )
@@ -50,7 +49,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from reknit.storage.base import Listed
+    from reknit.storage.base import Listed, Storage
+
+
+def newest_run(root: Storage) -> int:
+    """Return the generation of the run that has opened a folder last, -1 if none has."""
+    record = newest_record(root)
+    return -1 if record is None else Run(lambda: root, record).generation
 
 
 def state(value: float = 0.0) -> dict[str, Any]:

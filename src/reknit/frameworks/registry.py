@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from reknit.frameworks.walk import Adapter
-    from reknit.frameworks.walk.save_walk import Saving
     from reknit.frameworks.walk.walk import Arrays
     from reknit.frameworks.walk.walk_cache import TensorSigner
     from reknit.types.manifest import Catalog
@@ -52,13 +51,6 @@ def collect(
     from reknit.frameworks.walk.walk_cache import walk_cache
 
     return walk_cache.collect(make, known.signers[0])
-
-
-def saving(state: Mapping[str, Any], rank: int, size: int, *, ranks: Sequence[int] | None = None) -> Saving:
-    """Return a walk through a state that collects its shards and values once."""
-    from reknit.frameworks.walk.save_walk import Saving
-
-    return Saving(_checked(state), _world(rank, size, ranks), *_known().for_walks)
 
 
 def wanted(

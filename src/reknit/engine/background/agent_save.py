@@ -46,7 +46,7 @@ _CORES_FOR_BOTH = cores_per_rank() >= 2
 class ArenaFiles(ByteSource):
     """The files of a save in an arena, with the spans that are still to be filled, and to be written."""
 
-    def __init__(self, save: ReceivedSave, planned: messages.Planned, arena: SharedMemory) -> None:
+    def __init__(self, save: AgentSave, planned: messages.Planned, arena: SharedMemory) -> None:
         self.plan, self.items = save.begin.claims.plan, planned.items
         self.listed, self.columns = planned.files, planned.columns
         self._save, self._arena = save, arena
@@ -93,15 +93,20 @@ class ArenaFiles(ByteSource):
         self._save.fail(error)
 
 
-class ReceivedSave:
-    """A save, shared by the thread that receives from the trainer and the threads that write and commit.
+class AgentSave:
+    """A save under way in an agent: one thread receives from the trainer, one writes, and one commits.
 
     Once `error` is set, threads no longer wait for the trainer, and all ranks receive the error in the next
     round.
     """
 
     def __init__(
-        self, begin: messages.Begin, task: SaveTask, send: Callable[[messages.AgentMessage], bool]
+        self,
+        begin: messages.Begin,
+        task: SaveTask,
+        send: Callable[[messages.AgentMessage], bool],
+        earlier: EarlierSaves,
+        tuner: Tuner,
     ) -> None:
         self.begin, self.task, self.send = begin, task, send
         self.number = begin.number
@@ -110,6 +115,18 @@ class ReceivedSave:
         self.files: ArenaFiles | None = None
         self._changed = threading.Condition()
         self._staged = False
+        # Not the write id, which a rank lacks if its trainer did not begin this save.
+        self.here = Here(task, earlier, subject=f"save {begin.number}", tuner=tuner)
+        self.promotions = AgentPromotions(begin, task, self._end_promotion)
+        self.note_end: Callable[[], None] = lambda: None
+        """Called before the trainer receives the end of the save, or of one of its promotions."""
+        self._is_written = False
+        # A save that commits to this path removes the files of other saves without a marker.
+        # This does not matter without `overwrite`: then the save fails anyway if another has committed.
+        # In the first save to a folder, the assignment also has the files that may be taken over.
+        self._may_write = not begin.overwrite and earlier.committed.beside(task.storage) is not None
+        self.over = threading.Event()
+        """Set when the save and all its promotions have ended."""
 
     @property
     def url(self) -> str:
@@ -149,32 +166,6 @@ class ReceivedSave:
             self._changed.wait_for(lambda: ready() or self.error is not None)
             if self.error is not None:
                 raise self.error
-
-
-class AgentSave(ReceivedSave):
-    """A save under way in an agent."""
-
-    def __init__(
-        self,
-        begin: messages.Begin,
-        task: SaveTask,
-        send: Callable[[messages.AgentMessage], bool],
-        earlier: EarlierSaves,
-        tuner: Tuner,
-    ) -> None:
-        super().__init__(begin, task, send)
-        # Not the write id, which a rank lacks if its trainer did not begin this save.
-        self.here = Here(task, earlier, subject=f"save {begin.number}", tuner=tuner)
-        self.promotions = AgentPromotions(begin, task, self._end_promotion)
-        self.note_end: Callable[[], None] = lambda: None
-        """Called before the trainer receives the end of the save, or of one of its promotions."""
-        self._is_written = False
-        # A save that commits to this path removes the files of other saves without a marker.
-        # This does not matter without `overwrite`: then the save fails anyway if another has committed.
-        # In the first save to a folder, the assignment also has the files that may be taken over.
-        self._may_write = not begin.overwrite and earlier.committed.beside(task.storage) is not None
-        self.over = threading.Event()
-        """Set when the save and all its promotions have ended."""
 
     @property
     def promotes(self) -> bool:

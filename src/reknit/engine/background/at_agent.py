@@ -51,6 +51,7 @@ class AtAgent:
     part: Part
     plan: Plan
     session: AgentSession
+    save: TrainerSave
 
     def __init__(self, task: SaveTask, background: Background, outcome: SaveOutcome) -> None:
         """Save through the agents of `background`; the `outcome` receives the end, also an error."""
@@ -59,14 +60,7 @@ class AtAgent:
         self._begun_at = monotonic()
         self._starting: AgentStart | None = None
         self._has_joined, self._has_begun = True, False  # nothing to join before the start of the agent
-        self._save: TrainerSave | None = None
         self._settle: Callable[[], None] | None = None
-
-    @property
-    def save(self) -> TrainerSave:
-        """The save, once this rank takes part in it."""
-        assert self._save is not None
-        return self._save
 
     @contextmanager
     def rounds(self) -> Iterator[None]:
@@ -191,7 +185,7 @@ class AtAgent:
         task, background, outcome = self.task, self._background, self.outcome
         starting, self._starting, self._has_joined = self._starting, None, True
         self.session = session = background.supervisor.session_for(self._number, task.group, starting)
-        self._save = save = session.new_save(self._number, outcome)
+        self.save = save = session.new_save(self._number, outcome)
         save.begun, save.group = self._begun_at, task.group
         save.unrecorded = None if task.wrong else task.recorder
         self._arena.hand_over(save)
@@ -296,8 +290,8 @@ class AtAgent:
                 # The first error counts, except that Ctrl-C always does, since it concerns the whole process.
                 first = error if isinstance(failed, Exception) else failed
         ended = typed(first) if isinstance(first, Exception) else first
-        if self._save is not None:
-            self._save.abandon(ended, self.task.options.timeout_s)
+        if hasattr(self, "save"):
+            self.save.abandon(ended, self.task.options.timeout_s)
         else:
             self._arena.release()
             self._background.supervisor.give_up(self._number)

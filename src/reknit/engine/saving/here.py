@@ -56,16 +56,6 @@ class EarlierSaves:
         self.claimed: dict[bytes, dict[str, Chosen]] = {}
         self.planned: dict[bytes, Outline] = {}
 
-    def keep_plans(self, layout: bytes, chosen: dict[str, Chosen], plan: bytes, outlined: Outline) -> None:
-        """Keep the claims of this rank under a layout, and its chunks under a plan."""
-        keep_latest(self.claimed, layout, chosen, PLANS_KEPT)
-        keep_latest(self.planned, plan, outlined, PLANS_KEPT)
-
-    def forget_plans(self) -> None:
-        """Drop the plans of this rank after an error, as they may be wrong or unknown to the root."""
-        self.claimed.clear()
-        self.planned.clear()
-
 
 class DataFiles(Protocol):
     """The data files of a rank: of live memory (`layout.Files`), or in the arena of an agent."""
@@ -137,7 +127,8 @@ class Here:
         except BaseException as error:  # Ctrl-C too: the files are part of a checkpoint, or litter
             self.coordinator.give_up()  # before the manifest is read, which is final from then on
             if not self.clean_up(error).committed:
-                self.earlier.forget_plans()
+                self.earlier.claimed.clear()  # they may be wrong, or unknown to the root
+                self.earlier.planned.clear()
                 raise
             self._outcome = messages.CommitOutcome(
                 0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
@@ -146,7 +137,8 @@ class Here:
             clear_own_host(task.storage, task.group, self.write_id)
         files, reuse, written = self._files, self._reuse, self.written
         if isinstance(files, LiveFiles) and not self._alone:
-            self.earlier.keep_plans(self._claimed.plan, self._kept, files.plan, files.outline)
+            keep_latest(self.earlier.claimed, self._claimed.plan, self._kept, PLANS_KEPT)
+            keep_latest(self.earlier.planned, files.plan, files.outline, PLANS_KEPT)
         reuse.remember(written)
         self.totals = SaveTotals(
             nbytes=sum(file.nbytes for file in written),

@@ -284,11 +284,6 @@ def newest_if_ended(root: Storage) -> tuple[str | None, bool]:
     return newest, newest is not None and paths.sign_path(newest, "end") in files
 
 
-def newest_run(root: Storage) -> int:
-    """Return the generation of the run that has opened a folder last, -1 if none has."""
-    return max(map(_generation, _recorded(root)), default=-1)
-
-
 def _recorded(root: Storage) -> list[str]:
     """Return the records that are there."""
     return _records(_files(root))
