@@ -146,12 +146,7 @@ MEANINGS = {
 
 
 # Their docstrings describe the fields, which mean something else than parameters of the same name.
-RECORDS = {
-    "policies.Facts",
-    "policies.Moment",
-    "frameworks.custom.Held",
-    "frameworks.custom.Value",
-}
+RECORDS = {"policies.Facts", "policies.Moment", "frameworks.custom.Held", "frameworks.custom.Value"}
 
 
 def found(name: str) -> Any:

@@ -61,10 +61,7 @@ class ForkedServer:
 
 
 def connected(
-    folder: str,
-    key: tuple[str, Path | None],
-    variables: dict[str, str],
-    start: Callable[[int], Popen[bytes]],
+    folder: str, key: tuple[str, Path | None], variables: dict[str, str], start: Callable[[int], Popen[bytes]]
 ) -> tuple[ForkedServer, Popen[bytes] | None]:
     """Return a process that forks ranks, and the server that was started for it with a listening socket.
 

@@ -13,17 +13,7 @@ if TYPE_CHECKING:
 
 MOST_AT_IMPORT = 20
 """Modules of reknit that `import reknit` may bring; 7 at present."""
-HEAVY = (
-    "grpc",
-    "google",
-    "jax",
-    "boto3",
-    "botocore",
-    "fsspec",
-    "smtplib",
-    "html",
-    "rich",
-)
+HEAVY = ("grpc", "google", "jax", "boto3", "botocore", "fsspec", "smtplib", "html", "rich")
 NEVER = (*HEAVY, "reknit.runs", "reknit.cli", "reknit.monitor")
 AT_IMPORT = (*NEVER, "email", "numpy", "pyarrow", "msgspec", "torch", "reknit.engine", "reknit.frameworks")
 AT_BOTH = (

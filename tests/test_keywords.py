@@ -132,7 +132,7 @@ def public() -> list[tuple[str, Any]]:
 
 
 NOT_CALLED = {
-    *("SavedStep", "policies.Facts", "policies.Moment", "policies.Policy", "sinks.Sink", "transforms.Rule"),
+    *("SavedStep", "policies.Facts", "policies.Moment", "policies.Policy", "sinks.Sink", "transforms.Rule")
 }
 
 

@@ -37,11 +37,7 @@ def run_of(numbers: list[int], losses: dict[int, float | None] | None = None) ->
     losses = losses or {}
     return [
         SavedStep(
-            n,
-            f"/run/{n}",
-            created=10.0 * n,
-            items=ITEMS,
-            metrics={"loss": losses[n]} if n in losses else {},
+            n, f"/run/{n}", created=10.0 * n, items=ITEMS, metrics={"loss": losses[n]} if n in losses else {}
         )
         for n in numbers
     ]

@@ -52,10 +52,7 @@ SAID: list[tuple[Exception, str]] = [
     (OSError("ZSTD decompression failed: Allocation error : not enough memory"), MEMORY),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), MEMORY),
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), MEMORY),
-    (
-        torch.OutOfMemoryError("CUDA out of memory"),
-        "a device has too little memory",
-    ),
+    (torch.OutOfMemoryError("CUDA out of memory"), "a device has too little memory"),
     (ImportError("_compute.so: failed to map segment from shared object"), MEMORY),
     (SystemError("error return without exception set"), MEMORY),
     (SystemError("<built-in function exec> returned NULL without setting an exception"), MEMORY),

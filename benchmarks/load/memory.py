@@ -65,10 +65,7 @@ def _replicated(bench: Bench, state: Any, path: str) -> dict[str, Any]:
     found = {}
     for share in SHARES:
         found[f"replicated, share={share}"] = _peak(
-            bench,
-            f"replicated, share={share}, reknit",
-            path,
-            partial(load, share),
+            bench, f"replicated, share={share}, reknit", path, partial(load, share)
         )
     bench.drop(path)
     return found

@@ -61,10 +61,7 @@ def ways() -> dict[str, reknit.LoadOptions]:
     """Return the ways to load that are measured: by default, and unverified."""
     import reknit
 
-    return {
-        "verified": reknit.LoadOptions(),
-        "unverified": reknit.LoadOptions(verify="off"),
-    }
+    return {"verified": reknit.LoadOptions(), "unverified": reknit.LoadOptions(verify="off")}
 
 
 class Target(NamedTuple):

@@ -210,10 +210,7 @@ SPECIAL: dict[tuple[str, str], Any] = {
     (P, "OrthoGrad"): _around,
     (P, "PCGrad"): "steps by a call of its own for several losses",
     (P, "ScheduleFreeWrapper"): lambda k, m: _training(k(_inner(m))),
-    (P, "SafeFP16Optimizer"): (
-        _around,
-        lambda m, o, loss: (o.zero_grad(), o.backward(loss()), o.step()),
-    ),
+    (P, "SafeFP16Optimizer"): (_around, lambda m, o, loss: (o.zero_grad(), o.backward(loss()), o.step())),
     (P, "DeMo"): "needs a process group",
 }
 

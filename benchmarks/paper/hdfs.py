@@ -179,5 +179,5 @@ def _joins(url: str, count: int, rounds: int) -> list[Row]:
             "serial",
             paper=(20.0,),
             why=why,
-        ),
+        )
     ]

@@ -204,10 +204,7 @@ def _tables_4_and_5(scratch: str) -> tuple[list[Row], dict[str, str]]:
             what = f"table 4, {count} replicas: bytes that one process writes at most"
             rows.append(Row(what, "bytes", exact, one_writes))
         each = REPLICAS[1].name
-        for ours, other, mode in (
-            (OURS, ORBAX, "one replica reads"),
-            (each, one_writes, "each reads all"),
-        ):
+        for ours, other, mode in ((OURS, ORBAX, "one replica reads"), (each, one_writes, "each reads all")):
             if other in there:
                 figures = {who: found[who]["load_s same"] for who in (ours, other)}
                 what = f"table 5, {count} replicas: load, {mode}"
@@ -248,10 +245,7 @@ def _on_a_store() -> list[Row]:
                 f"{name}: operations of a load", "operations", {OURS: [shared.load], each: [alone.load]}, each
             ),
             Row(
-                f"{name}: bytes read",
-                "bytes",
-                {OURS: [shared.read_nbytes], each: [alone.read_nbytes]},
-                each,
+                f"{name}: bytes read", "bytes", {OURS: [shared.read_nbytes], each: [alone.read_nbytes]}, each
             ),
             Row(
                 f"{name}: bytes that one replica writes at most",

@@ -81,10 +81,7 @@ def _rows(job: Megatron, scratch: Path) -> list[Row]:
         Row(
             f"save, {ranks}: bytes of the busiest rank over the mean",
             "ratio",
-            {
-                "reknit": [_most(source.written_nbytes)],
-                "first replica writes": [_most(loading.first_nbytes)],
-            },
+            {"reknit": [_most(source.written_nbytes)], "first replica writes": [_most(loading.first_nbytes)]},
             "first replica writes",
         ),
         Row(f"load, {ranks}: the root's share_out", "CPU s", {"reknit": [loading.share_out_s]}),

@@ -28,12 +28,7 @@ ABOUT = About(
 WORLD, RATE = 4, 40e6
 """The ranks, all of them replicas of the model, and the bytes per second that the limited store takes."""
 
-NONE, PIPELINE, WORST_FIT, BALANCED = (
-    "none",
-    "pipeline",
-    "pipeline, worst fit",
-    "pipeline, one cut line",
-)
+NONE, PIPELINE, WORST_FIT, BALANCED = ("none", "pipeline", "pipeline, worst fit", "pipeline, one cut line")
 NEW, SAME = "new plans", "kept plans"
 LADDER = {PIPELINE: (1.45, 1.81), WORST_FIT: (2.46, 2.48), BALANCED: (2.46, 2.48)}
 DIVISIONS = {
@@ -129,12 +124,7 @@ def measured_by_rank(folder: str, shape: Shape, rounds: int) -> dict[str, Any]:
         seconds[place], failed[place] = taken.of("s"), taken.failed
     plans = in_turn(_plans(bench, state), rounds, bench=bench)
     reasons = {f"{who} on {place}": why for place, each in failed.items() for who, why in each.items()}
-    return {
-        "seconds": seconds,
-        "nbytes": nbytes,
-        "plans": plans.of("s"),
-        "failed": reasons | plans.failed,
-    }
+    return {"seconds": seconds, "nbytes": nbytes, "plans": plans.of("s"), "failed": reasons | plans.failed}
 
 
 def _saved(

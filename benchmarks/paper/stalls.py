@@ -29,18 +29,8 @@ ABOUT = About(
 )
 
 PAPER = {
-    "FSDP": {
-        "stall": (30.09, 161.5),
-        "save": (3.16, 9.96),
-        "load": (4.29, 8.8),
-        "reshard": (4.68, 6.67),
-    },
-    "Megatron": {
-        "stall": (12.13, 13.06),
-        "save": (2.21, 8.87),
-        "load": (1.41, 2.0),
-        "reshard": (1.19, 2.03),
-    },
+    "FSDP": {"stall": (30.09, 161.5), "save": (3.16, 9.96), "load": (4.29, 8.8), "reshard": (4.68, 6.67)},
+    "Megatron": {"stall": (12.13, 13.06), "save": (2.21, 8.87), "load": (1.41, 2.0), "reshard": (1.19, 2.03)},
 }
 """The factors of the paper's Table 4, for its FSDP and its Megatron workload."""
 
@@ -61,7 +51,7 @@ WHY = {
 """The reasons of smaller factors."""
 WHY_HDFS = {
     "save": "a fixed cost of about a second: files are synced, concatenated and renamed, and the "
-    "checkpoint is committed; DCP syncs nothing",
+    "checkpoint is committed; DCP syncs nothing"
 }
 """The reasons that differ on HDFS."""
 
@@ -125,11 +115,7 @@ def _measured(workload: Workload, folder: str, rounds: int) -> dict[str, Any]:
     other, *_ = run(4, resharded, workload, folder, shape(), rounds)
     figures = {quantity: same["taken"].of(quantity) for quantity in ("stall", "save", "load")}
     figures["reshard"] = other.of("reshard")
-    return {
-        "figures": figures,
-        "failed": same["taken"].failed | other.failed,
-        "nbytes": same["nbytes"],
-    }
+    return {"figures": figures, "failed": same["taken"].failed | other.failed, "nbytes": same["nbytes"]}
 
 
 def _rows(workload: Workload, place: str, figures: dict[str, dict[str, list[float]]]) -> Iterator[Row]:

@@ -70,8 +70,7 @@ def rank_of(job: Job, rank: int, *, silent: bool) -> Rank:
     ]
     own = [{"rank": rank}]
     where: Any = SimpleNamespace(
-        group=SimpleNamespace(rank=rank),
-        storage=SimpleNamespace(url="file:///job/step"),
+        group=SimpleNamespace(rank=rank), storage=SimpleNamespace(url="file:///job/step")
     )
     sending = time.process_time()
     reported = receipt(

@@ -24,9 +24,7 @@ ELEMENTS = 1024
 
 
 def rows(
-    bench: Bench,
-    sizes: Sizes,
-    modes: tuple[DcpBackgroundMode, ...] = background.DCP_QUICK_MODES,
+    bench: Bench, sizes: Sizes, modes: tuple[DcpBackgroundMode, ...] = background.DCP_QUICK_MODES
 ) -> list[Row]:
     """Measure saves in the background, of a new layout and of the same layout again."""
     import reknit

@@ -37,10 +37,7 @@ class AppState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take both state dicts."""
         set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
 

@@ -16,11 +16,7 @@ pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not in
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from reknit.dataloader import (
-    ReaderPlace,
-    ShardedDataLoader,
-    SourceDataset,
-)
+from reknit.dataloader import ReaderPlace, ShardedDataLoader, SourceDataset
 from reknit.errors import MismatchError, UsageError
 from reknit.frameworks.per_rank import PerRank
 from reknit.frameworks.registry import collect, wanted

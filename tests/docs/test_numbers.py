@@ -19,11 +19,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("if they have more than 64 KiB", "engine/background/snapshot.py:SMALL_NBYTES", 64 << 10),
         ("64 bytes of each 4 KiB", "engine/memory/elements.py:LINE_NBYTES", 64),
         ("of at least 4160 bytes in a row", "engine/memory/elements.py:STRIDE_NBYTES", 4160 - 64),
-        (
-            "waits for them for at most 30 s",
-            "engine/background/session.py:_NEW_AGENTS_S",
-            30,
-        ),
+        ("waits for them for at most 30 s", "engine/background/session.py:_NEW_AGENTS_S", 30),
         ("gives up after `timeout_s` (300 s)", "api/stored.py:latest.timeout_s", 300),
         ("waits up to `exit_wait_s` (300 s)", "options/__init__.py:SaveOptions.exit_wait_s", 300),
         ("60 s after the longest `timeout_s`", "engine/background/agent.py:_GRACE_S", MINUTE),
@@ -35,9 +31,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("when they are an hour old", "storage/local/folders.py:STALE_S", HOUR),
         ("after five minutes (`lease_s`)", "runs/watch.py:watch.lease_s", 5 * MINUTE),
     ],
-    "howto/clean-up.md": [
-        ("have not changed for a day", "cli/gc.py:add_parser.--older-than", DAY),
-    ],
+    "howto/clean-up.md": [("have not changed for a day", "cli/gc.py:add_parser.--older-than", DAY)],
     "howto/command-line.md": [
         ("in its first thousand files", "engine/stored/hints.py:MOST_FOREIGN", 1000),
         ("Of more than 64 ranks", "cli/maps.py:MOST_RANKS", 64),
@@ -72,7 +66,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("and 120,000 bars", "monitor/page.py:_MOST_BARS", 120_000),
     ],
     "howto/export-to-hugging-face.md": [
-        ("default 5 GB", "integrations/hugging_face/export.py:MAX_SHARD_NBYTES", 5e9),
+        ("default 5 GB", "integrations/hugging_face/export.py:MAX_SHARD_NBYTES", 5e9)
     ],
     "howto/gpus.md": [
         ("| 64 MiB: they are laid out", "engine/memory/devices.py:GATHER_NBYTES", 64 * MIB),
@@ -82,9 +76,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("converted, on the device | 8 MiB", "engine/memory/elements.py:LAID_NBYTES", 8 * MIB),
         ("two buffers of up to 32 MiB", "engine/sharing/host_exchange.py:BUCKET_NBYTES", 32 * MIB),
     ],
-    "howto/load-into-another-layout.md": [
-        ("blocks of 4 MiB", "format/checksum.py:BLOCK_NBYTES", 4 * MIB),
-    ],
+    "howto/load-into-another-layout.md": [("blocks of 4 MiB", "format/checksum.py:BLOCK_NBYTES", 4 * MIB)],
     "howto/load.md": [
         ("shows the first 20 problems", "planner/tiling.py:SHOWN", 20),
         ("less than 1.5 GB/s, four below 2.25", "engine/sharing/shared_read.py:_COPY_RATE", 1.5e9 * 2),
@@ -92,12 +84,8 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("Less than 32 MiB per rank", "planner/sharing.py:WORTH_NBYTES", 32 * MIB),
         ("`inflight_nbytes` (256 MiB)", "options/__init__.py:LoadOptions.inflight_nbytes", 256 * MIB),
     ],
-    "howto/per-rank-state.md": [
-        ("the first 8 KiB", "engine/saving/part.py:SAMPLE_NBYTES", 8 << 10),
-    ],
-    "howto/save-and-load.md": [
-        ("may be nested 64 deep", "types/shard.py:MAX_DEPTH", 64),
-    ],
+    "howto/per-rank-state.md": [("the first 8 KiB", "engine/saving/part.py:SAMPLE_NBYTES", 8 << 10)],
+    "howto/save-and-load.md": [("may be nested 64 deep", "types/shard.py:MAX_DEPTH", 64)],
     "howto/storage-hdfs.md": [
         ("the default port is 8020", "stores/hdfs/config.py:DEFAULT_PORT", 8020),
         ("unfinished files after a day", "stores/hdfs/store.py:_STALE_S", DAY),
@@ -111,9 +99,7 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("| `tries` | 4 |", "stores/hdfs/config.py:HdfsOptions.tries", 4),
         ("| `retry_s` | 120 |", "storage/wrappers/retrying.py:RetryPolicy.deadline_s", 120),
     ],
-    "howto/storage-nfs.md": [
-        ("when they are an hour old", "storage/local/folders.py:STALE_S", HOUR),
-    ],
+    "howto/storage-nfs.md": [("when they are an hour old", "storage/local/folders.py:STALE_S", HOUR)],
     "howto/storage-s3.md": [
         ("| `part_mib` | 8 |", "storage/object/client.py:ObjectOptions.part_nbytes", 8 * MIB),
         ("one read; at least 5.", "storage/object/client.py:_SMALLEST_PART", 5 * MIB),
@@ -131,19 +117,13 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("then one per minute", "storage/wrappers/retrying.py:_SILENT_S", MINUTE),
         ("files of up to 16 MiB", "storage/wrappers/retrying.py:_KEPT_NBYTES", 16 * MIB),
     ],
-    "howto/tiers.md": [
-        ("to several stores (up to 8)", "engine/background/lanes.py:_MOST", 8),
-    ],
-    "reference/options.md": [
-        ("the first 8 KiB of copies", "engine/saving/part.py:SAMPLE_NBYTES", 8 << 10),
-    ],
+    "howto/tiers.md": [("to several stores (up to 8)", "engine/background/lanes.py:_MOST", 8)],
+    "reference/options.md": [("the first 8 KiB of copies", "engine/saving/part.py:SAMPLE_NBYTES", 8 << 10)],
     "reliability.md": [
         ("Every block of 4 MiB", "format/checksum.py:BLOCK_NBYTES", 4 * MIB),
         ("more than 32 dimensions", "types/shard.py:MAX_NDIM", 32),
     ],
-    "troubleshooting.md": [
-        ("After 5 s, the ranks named last", "comm/round_errors.py:NOTICE_S", 5),
-    ],
+    "troubleshooting.md": [("After 5 s, the ranks named last", "comm/round_errors.py:NOTICE_S", 5)],
 }
 
 

@@ -110,11 +110,7 @@ def test_what_changes_after_an_eager_save_returned_is_not_in_the_checkpoint(tmp_
     GATE.open.set()
     for path, save in pending.items():
         save.result(LIMIT_S)
-        target: dict[str, Any] = {
-            "model": weights(0),
-            "extra": {"epoch": None},
-            "rng": reknit.RngState(),
-        }
+        target: dict[str, Any] = {"model": weights(0), "extra": {"epoch": None}, "rng": reknit.RngState()}
         torch.manual_seed(0)
         reknit.load(path, target)
         assert target["model"]["a"].tolist() == weights(1)["a"].tolist()

@@ -135,9 +135,7 @@ def assembled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_a_save_by_known_plans_has_the_index_of_the_save_before_under_new_names(
-    assembled: list[int],
-) -> None:
+def test_a_save_by_known_plans_has_the_index_of_the_save_before_under_new_names(assembled: list[int]) -> None:
     world = World("known")
     manifest, index = world.save(lambda rank: [rows(rank, "a"), copy("norm")])
     again, same = world.save(lambda rank: [rows(rank, "a"), copy("norm")])

@@ -350,15 +350,7 @@ def by_rows(state: State) -> None:
     state["model"].second.weight.data[10:40] = 7
 
 
-CHANGES = [
-    *PAST_THE_BARRIER,
-    by_a_step,
-    by_two_steps,
-    by_other_memory,
-    by_averaging,
-    by_training_on,
-    by_rows,
-]
+CHANGES = [*PAST_THE_BARRIER, by_a_step, by_two_steps, by_other_memory, by_averaging, by_training_on, by_rows]
 
 
 @settings(max_examples=examples(20), deadline=None)

@@ -121,10 +121,7 @@ def test_a_known_layout_gets_other_owners_when_other_ranks_change(tmp_path: Path
 LAYOUTS = [("a",), ("a", "b"), ("b", "c", "d")]
 
 
-@given(
-    st.lists(st.tuples(*[st.sampled_from(LAYOUTS)] * SIZE), min_size=3, max_size=7),
-    st.integers(0, 6),
-)
+@given(st.lists(st.tuples(*[st.sampled_from(LAYOUTS)] * SIZE), min_size=3, max_size=7), st.integers(0, 6))
 @settings(max_examples=examples(20), deadline=None)
 def test_every_step_is_right_whatever_the_ranks_held_before(
     tmp_path_factory: pytest.TempPathFactory, held: list[tuple[tuple[str, ...], ...]], repeat: int

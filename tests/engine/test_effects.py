@@ -86,10 +86,7 @@ def test_a_pattern_that_matches_nothing_asks_for_the_nearest(path: Path) -> None
             {"options": Options(allow_shape_mismatch=("model/haed.weight",))},
             "allow_shape_mismatch: the pattern 'model/haed.weight' .*: did you mean 'model/head.weight'?",
         ),
-        (
-            {"options": Options(only=("modle/*",))},
-            "only: the pattern 'modle/*' .*: did you mean 'model/*'?",
-        ),
+        ({"options": Options(only=("modle/*",))}, "only: the pattern 'modle/*' .*: did you mean 'model/*'?"),
     ]
     for given, meant in one_by_one(cases):
         before, _, after = meant.partition(" .*")

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Empty = namedtuple("Empty", [])
-EMPTY = {
-    "a module": nn.ReLU(),
-    "named tuples": (Empty(), Empty()),
-}
+EMPTY = {"a module": nn.ReLU(), "named tuples": (Empty(), Empty())}
 
 register("unshared", lambda url, _: LocalStorage(url.removeprefix("unshared://")))
 

@@ -234,8 +234,7 @@ def test_a_call_between_hosts_that_hangs_ends_with_the_deadline_of_the_load(
     works = [Work(8 * CELL) for _ in range(2)]
     try:
         outcomes = run_ranks(
-            2,
-            errors_of(exchanges(works, [0, 1], [cells(8)] * 2, timeout_s=(0.5, 0.5), carried_by=Deaf)),
+            2, errors_of(exchanges(works, [0, 1], [cells(8)] * 2, timeout_s=(0.5, 0.5), carried_by=Deaf))
         )
     finally:
         Deaf.let_go.set()

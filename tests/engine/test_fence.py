@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reknit.errors import (
-    CheckpointExistsError,
-    CommitError,
-    FencedError,
-    ReknitError,
-    StorageError,
-)
+from reknit.errors import CheckpointExistsError, CommitError, FencedError, ReknitError, StorageError
 from reknit.storage.local.store import LocalStorage
 from reknit.testing.faulty_storage import Fault
 from tests.engine.runs import MANY, Annals, Commit, Stage, pausing, save_as, strays, value_in

@@ -217,10 +217,7 @@ class Waking(ForwardingStorage):
         if self.count == self.before:
             try:
                 LocalStorage(self.folder).commit(
-                    "manifest.json",
-                    manifest_of(self.folder, DEAD),
-                    pending=THINGS["marker"],
-                    if_absent=False,
+                    "manifest.json", manifest_of(self.folder, DEAD), pending=THINGS["marker"], if_absent=False
                 )
             except StorageNotFoundError:
                 return

@@ -61,10 +61,7 @@ def test_it_loads_and_is_sound(saved: Path) -> None:
     assert record(saved).table is not None
     assert [file.path for file in record(saved).files] == [record(saved).index_path]
     assert reknit.verify(saved, "data").ok
-    state: dict[str, Any] = {
-        "model": {"w": np.zeros(1000), "name": ""},
-        "optimizer": {"m": np.zeros(7)},
-    }
+    state: dict[str, Any] = {"model": {"w": np.zeros(1000), "name": ""}, "optimizer": {"m": np.zeros(7)}}
     reknit.load(saved, state)
     assert state["model"]["name"] == "x"
     assert np.array_equal(state["model"]["w"], STATE["model"]["w"])

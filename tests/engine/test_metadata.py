@@ -156,10 +156,7 @@ def taking(checkpoint: OpenCheckpoint, names: set[str], boxes: int = 0) -> messa
     """Return the request of a rank that takes tensors with these FQNs, and no values."""
     taken = {key for key in checkpoint.index.ids if key[1] in names}
     return messages.Asked(
-        bitmaps(checkpoint.index.ids, taken),
-        bitmaps(checkpoint.blob_names(), ()),
-        [],
-        boxes,
+        bitmaps(checkpoint.index.ids, taken), bitmaps(checkpoint.blob_names(), ()), [], boxes
     )
 
 

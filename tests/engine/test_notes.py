@@ -129,10 +129,7 @@ def test_nobody_removes_what_another_begins_to_hold_at_any_moment(
             done["removed"] = kept(lambda: delete(storage))
 
         def keep(storage: Storage, written: str = written) -> None:
-            how = {
-                "lease": lambda: notes.Hold(storage, written, 60.0),
-                "pin": lambda: notes.pin(storage, ""),
-            }
+            how = {"lease": lambda: notes.Hold(storage, written, 60.0), "pin": lambda: notes.pin(storage, "")}
             done["held"] = kept(how[kind])
 
         outer, inner = (remove, keep) if inside == "the removal" else (keep, remove)

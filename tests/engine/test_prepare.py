@@ -312,12 +312,7 @@ def test_when_all_is_closed_nothing_of_it_is_left(tmp_path: Path, well: bool) ->
     files, running, arenas = open_files(), threads(), set(mapped())
 
     def left() -> list[object]:
-        return [
-            *(open_files() - files),
-            *(threads() - running),
-            *(set(mapped()) - arenas),
-            *mine(),
-        ]
+        return [*(open_files() - files), *(threads() - running), *(set(mapped()) - arenas), *mine()]
 
     for _ in range(3):
         turn()

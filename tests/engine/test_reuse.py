@@ -334,11 +334,7 @@ def test_of_trained_layers_only_the_changed_ones_are_written(
     reknit.close()
 
 
-FAULTS = [
-    ("error", "copy_from"),
-    ("lost", "copy_from"),
-    ("error", "commit"),
-]
+FAULTS = [("error", "copy_from"), ("lost", "copy_from"), ("error", "commit")]
 
 
 @pytest.mark.parametrize(("kind", "operation"), FAULTS)

@@ -410,9 +410,7 @@ def shared_load(device_type: str, folder: str) -> bool:
         return all(tensor.eq(1).all().item() for tensor in state.values())
 
 
-def test_what_other_ranks_read_comes_after_what_the_stream_of_the_caller_wrote_before(
-    tmp_path: Path,
-) -> None:
+def test_what_other_ranks_read_comes_after_what_the_stream_of_the_caller_wrote_before(tmp_path: Path) -> None:
     assert run_simulated(2, shared_load, "cuda", str(tmp_path)) == [True, True]
 
 

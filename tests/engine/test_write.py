@@ -104,13 +104,7 @@ def test_files_of_any_size_arrive_whole_with_the_digests_of_their_blocks(
 ) -> None:
     ProcessMemory.clear("any")
     storage, memory, recorder = ProcessMemory("any"), Memory(sizes), Recorder("save")
-    answer = write_files(
-        storage,
-        memory.files,
-        memory,
-        tuner=fixed(threads, piece),
-        recorder=recorder,
-    )
+    answer = write_files(storage, memory.files, memory, tuner=fixed(threads, piece), recorder=recorder)
     assert [(file.path, file.nbytes) for file in answer] == memory.files
     check(storage, memory, answer)
     assert sorted(memory.written) == sorted(memory.fetched), "every piece is given back once"

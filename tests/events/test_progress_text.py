@@ -26,10 +26,7 @@ def test_a_line_says_what_has_come_and_how_long_it_takes() -> None:
         (line(5, 10, 0.0), "load from ck/step_5: 50 % (5 of 10 B)"),
         (line(10, 10, 1.0, 99, "commit"), "load from ck/step_5: 100 % (10 of 10 B), commit"),
         (line(12, 10, 1.0, 99), "load from ck/step_5: 100 % (10 of 10 B), waiting"),
-        (
-            line(0, 7200, 1.0),
-            "load from ck/step_5: 0 % (0.0 of 7.0 KiB), 1 B/s, about 2 h 0 min left",
-        ),
+        (line(0, 7200, 1.0), "load from ck/step_5: 0 % (0.0 of 7.0 KiB), 1 B/s, about 2 h 0 min left"),
         (line(0, 300, 1.0), "load from ck/step_5: 0 % (0 of 300 B), 1 B/s, about 5 min left"),
     ]:
         assert reported == expected

@@ -211,8 +211,7 @@ def die_reading(path: str, hosts: str, rank: int, at: int) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("rank", "at", "hosts"),
-    thinned([(*moment, hosts) for moment in KILLED for hosts in ("aaaa", "aabb")], 3),
+    ("rank", "at", "hosts"), thinned([(*moment, hosts) for moment in KILLED for hosts in ("aaaa", "aabb")], 3)
 )
 def test_a_rank_killed_while_it_reads_for_others_is_an_error_that_names_it(
     checkpoint: str, hosts: str, rank: int, at: int

@@ -25,14 +25,7 @@ from reknit.format.index import encode_index
 from reknit.format.index.parquet import with_section
 from reknit.types.box import Box
 from reknit.types.dtype import ITEMSIZE
-from reknit.types.manifest import (
-    BlobFile,
-    FileEntry,
-    Index,
-    Manifest,
-    TablePlace,
-    TensorEntry,
-)
+from reknit.types.manifest import BlobFile, FileEntry, Index, Manifest, TablePlace, TensorEntry
 from reknit.types.shard import Tagged, TensorSpec
 
 if TYPE_CHECKING:

@@ -194,7 +194,7 @@ def test_a_value_that_contains_itself_is_refused() -> None:
 
 
 WRAPPERS: list[Callable[[Any], Any]] = [
-    *(lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: Tagged("t", v)),
+    *(lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: Tagged("t", v))
 ]
 
 

@@ -13,12 +13,7 @@ from msgspec.structs import replace
 
 from reknit.errors import CorruptError, FormatError, ReknitError, StateError, VersionError
 from reknit.format import manifest_file, strict_json
-from reknit.format.manifest_file import (
-    MAX_SPARE_VALUES,
-    decode_generation,
-    decode_manifest,
-    encode_manifest,
-)
+from reknit.format.manifest_file import MAX_SPARE_VALUES, decode_generation, decode_manifest, encode_manifest
 from reknit.types.manifest import BlobFile, FileEntry, Manifest
 from tests.format.samples import manifests, sample_manifest, taken
 from tests.running.examples import examples
@@ -146,7 +141,7 @@ WRONG: dict[str, list[Any]] = {
     "saved_as": ["a" * 32],
     "dropped": [{"optimizer": 1.0}],
     "moved_to": [
-        *("", "cold/run", "s3://cold/run?endpoint=http://elsewhere", "/cold/run\n", "/" + "x" * 4096),
+        *("", "cold/run", "s3://cold/run?endpoint=http://elsewhere", "/cold/run\n", "/" + "x" * 4096)
     ],
     "generation": [-1, 1 << 63, 1.5],
     "step": [-1, "1"],

@@ -108,11 +108,7 @@ def stepping(num_groups: int = 1) -> Any:
             scaler,
             "_growth_tracker, backoff_factor, growth_interval too",
         ),
-        (
-            [2.0],
-            scaler,
-            "_growth_tracker, backoff_factor, growth_factor, growth_interval, scale too",
-        ),
+        ([2.0], scaler, "_growth_tracker, backoff_factor, growth_factor, growth_interval, scale too"),
         ([3], stepping, "the saved value is not the state of a scheduler, but of type list"),
     ],
 )

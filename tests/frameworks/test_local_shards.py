@@ -103,8 +103,7 @@ def _back_and_forth(folder: str, build: Any, dtype: torch.dtype) -> list[bool]:
 
 
 @table(
-    ("build", "dtype"),
-    [(sharded, torch.float32), (wrapped, torch.bfloat16), (empty_on_one, torch.float32)],
+    ("build", "dtype"), [(sharded, torch.float32), (wrapped, torch.bfloat16), (empty_on_one, torch.float32)]
 )
 def test_a_tensor_of_several_shards_goes_to_a_whole_one_and_back(
     tmp_path: Path, build: Any, dtype: torch.dtype

@@ -133,10 +133,7 @@ def test_a_learning_rate_that_would_be_rounded_is_refused_with_what_helps(tmp_pa
     assert target["optimizer"].param_groups[0]["lr"] == torch.tensor(0.1)
 
 
-@table(
-    ("saved", "present"),
-    [(3, 0), (3, torch.zeros(())), (torch.tensor(3.0), 0), (torch.tensor([3]), 0)],
-)
+@table(("saved", "present"), [(3, 0), (3, torch.zeros(())), (torch.tensor(3.0), 0), (torch.tensor([3]), 0)])
 def test_a_counter_stays_a_number_or_a_tensor(saved: Any, present: Any) -> None:
     source, target = _state({"lr": 1.0}, {"step": saved}), _state({"lr": 1.0}, {"step": copy(present)})
     source["optimizer"].state["count"], target["optimizer"].state["count"] = saved, present

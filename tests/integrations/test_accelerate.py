@@ -54,8 +54,7 @@ def resumed(folder: str, kinds: tuple[str, ...], stops: tuple[int, ...], **optio
 
 
 @pytest.mark.parametrize(
-    ("world", "kinds", "stops"),
-    [(1, ("drawing", "persistent"), (5, 13)), (2, KINDS, (4, 8))],
+    ("world", "kinds", "stops"), [(1, ("drawing", "persistent"), (5, 13)), (2, KINDS, (4, 8))]
 )
 def test_a_resume_is_bitwise_equal_inside_of_an_epoch_and_between_two(
     world: int, kinds: tuple[str, ...], stops: tuple[int, ...], tmp_path: Path

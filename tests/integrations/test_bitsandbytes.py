@@ -17,10 +17,7 @@ from tests.optional import needs
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [
-    needs("bitsandbytes", "bitsandbytes"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [needs("bitsandbytes", "bitsandbytes"), pytest.mark.filterwarnings("ignore")]
 
 OPTIMIZERS = {
     "two states": ("AdamW8bit", {"min_8bit_size": 1}),

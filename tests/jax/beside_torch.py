@@ -80,11 +80,7 @@ def check_a_torch_optimizer_loads_into_arrays_of_its_names_and_back(folder: str)
             assert np.array_equal(target["optimizer"]["state"][name][key], as_numpy(tensor)), (name, key)
     reknit.save(f"{folder}/jax", target)
     other, fresh = trained(5)
-    reknit.load(
-        f"{folder}/jax",
-        {"model": other, "optimizer": fresh},
-        strict=["!optimizer/param_groups*"],
-    )
+    reknit.load(f"{folder}/jax", {"model": other, "optimizer": fresh}, strict=["!optimizer/param_groups*"])
     for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         for key, tensor in optimizer.state[ours].items():

@@ -156,10 +156,7 @@ def check_states_of_flax_that_reknit_saved_restore_with_orbax(folder: str) -> No
     }
     for number in (0, 1, 11):  # the text "10" comes before "2"
         module = Layers(number)
-        trees |= {
-            f"state{number}": nnx.state(module),
-            f"pure{number}": nnx.to_pure_dict(nnx.state(module)),
-        }
+        trees |= {f"state{number}": nnx.state(module), f"pure{number}": nnx.to_pure_dict(nnx.state(module))}
     reknit.save(f"{folder}/own", trees)
     report = export_orbax(f"{folder}/own", f"{folder}/out", verify=True)
     assert not report.left_out

@@ -83,8 +83,7 @@ def check_trees_come_back_as_from_orbax(folder: str) -> None:
             fields,
             real.args.PyTreeSave,
             real.args.PyTreeRestore(
-                fields,
-                restore_args=jax.tree.map(lambda _: real.RestoreArgs(restore_type=np.ndarray), fields),
+                fields, restore_args=jax.tree.map(lambda _: real.RestoreArgs(restore_type=np.ndarray), fields)
             ),
         ),
     ]

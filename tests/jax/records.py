@@ -52,10 +52,7 @@ WAYS = {
     "deep in an object": (lambda value: Keeper([{"x": (value,)}]), lambda state: state.state[0]["x"][0]),
     "own": (lambda value: reknit.PerRank(value), lambda state: state.value),
     "deep in own": (lambda value: reknit.PerRank({"x": [value]}), lambda state: state.value["x"][0]),
-    "own object": (
-        lambda value: reknit.PerRank(Keeper({"x": value})),
-        lambda state: state.value.state["x"],
-    ),
+    "own object": (lambda value: reknit.PerRank(Keeper({"x": value})), lambda state: state.value.state["x"]),
 }
 
 
@@ -130,10 +127,7 @@ def check_what_was_saved_without_a_record_becomes_what_the_target_has(folder: st
 
 
 def check_arrays_are_the_same_if_their_type_and_bits_are(folder: str) -> None:
-    alike: list[Any] = [
-        lambda: jnp.array([float("nan"), -0.0]),
-        lambda: [jnp.ones(()), jax.random.key(3)],
-    ]
+    alike: list[Any] = [lambda: jnp.array([float("nan"), -0.0]), lambda: [jnp.ones(()), jax.random.key(3)]]
     for make in alike:
         assert same_value(make(), make())
     for a, b in [

@@ -63,11 +63,7 @@ def test_the_critical_path_goes_from_rank_to_rank_where_one_waits_for_another() 
         record("commit", 0, 1.0, 4.0),
         record("commit", 1, 1.0, 4.0),
     ]
-    assert path_of(events) == [
-        (1, "collect", 0.0, 1.0),
-        (0, "write", 1.0, 4.0),
-        (-1, "between", 4.0, 5.0),
-    ]
+    assert path_of(events) == [(1, "collect", 0.0, 1.0), (0, "write", 1.0, 4.0), (-1, "between", 4.0, 5.0)]
 
 
 def test_the_path_stays_on_its_rank_while_that_rank_works() -> None:

@@ -57,7 +57,7 @@ CAUSES = {
 """Messages of failures, as patterns, and the causes outside of reknit."""
 
 _ENVIRONMENT = {
-    "TORCH_CUDA_ARCH_LIST": "8.0",  # Megatron 0.15 compiles for some device while it is imported
+    "TORCH_CUDA_ARCH_LIST": "8.0"  # Megatron 0.15 compiles for some device while it is imported
 }
 
 

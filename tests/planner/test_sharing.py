@@ -183,9 +183,7 @@ def check_amounts(known: dict[int, dict[int, Row]], num_turns: int, bucket: int)
 
 
 @given(worlds())
-def test_a_byte_that_several_ranks_want_is_read_once_and_none_that_nobody_wants(
-    world: World,
-) -> None:
+def test_a_byte_that_several_ranks_want_is_read_once_and_none_that_nobody_wants(world: World) -> None:
     division = shared(world)
     wanted: Counter[tuple[int, int]] = Counter()
     read: Counter[tuple[int, int]] = Counter()

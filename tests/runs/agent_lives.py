@@ -69,14 +69,7 @@ def tiers_of(plan: Sequence[dict[str, Any]]) -> list[Tier]:
 
 
 def train(
-    log: str,
-    plan: list[dict[str, Any]],
-    seed: int,
-    first_save: int,
-    *,
-    meet: str,
-    rank: int,
-    size: int,
+    log: str, plan: list[dict[str, Any]], seed: int, first_save: int, *, meet: str, rank: int, size: int
 ) -> None:
     """Resume, save and go back, and write the outcomes into a log; the value of a save is its number."""
     rng = random.Random(seed)

@@ -161,9 +161,7 @@ def test_steps_that_others_named_are_taken_too(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["step_00000101"]
 
 
-def test_each_step_is_promoted_to_its_own_folder_and_read_from_there_if_damaged(
-    tmp_path: Path,
-) -> None:
+def test_each_step_is_promoted_to_its_own_folder_and_read_from_there_if_damaged(tmp_path: Path) -> None:
     hot, cold = tmp_path / "hot", tmp_path / "cold"
     options = reknit.SaveOptions(promote_to=cold)
     with Checkpointer(hot, wait=True, options=options, keep=latest(1)) as run:

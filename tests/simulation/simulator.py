@@ -220,10 +220,7 @@ class _World:
             process.hold()
 
         faulty = FaultyStorage(
-            disk,
-            plan=[f.fault for f in faults],
-            stall=lambda: process.sleep(next(stalls)),
-            kill=kill,
+            disk, plan=[f.fault for f in faults], stall=lambda: process.sleep(next(stalls)), kill=kill
         )
         self.disk_faults.append((faulty, len(faults)))
         return faulty

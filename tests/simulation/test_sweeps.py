@@ -9,16 +9,7 @@ import pytest
 
 from reknit.testing.faulty_storage import Fault
 from tests.running.examples import is_night
-from tests.simulation.simulator import (
-    Crash,
-    Cut,
-    DiskFault,
-    Interrupt,
-    Restart,
-    Stop,
-    Weather,
-    simulate,
-)
+from tests.simulation.simulator import Crash, Cut, DiskFault, Interrupt, Restart, Stop, Weather, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

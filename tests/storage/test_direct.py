@@ -157,11 +157,7 @@ def test_whole_pages_of_a_large_piece_go_directly_and_the_tail_does_not(
     writer.write(0, data[: 2 * MIB])
     writer.write(2 * MIB, data[2 * MIB :])
     writer.finish()
-    assert calls.writes == [
-        Call(0, 2 * MIB, True),
-        Call(2 * MIB, MIB, True),
-        Call(3 * MIB, 100, False),
-    ]
+    assert calls.writes == [Call(0, 2 * MIB, True), Call(2 * MIB, MIB, True), Call(3 * MIB, 100, False)]
     assert (direct_disk / "x").read_bytes() == data
 
 

@@ -30,11 +30,7 @@ class Counted:
             buffer[:] = DATA[start : start + buffer.nbytes]
 
 
-@given(
-    st.integers(1, 9000),
-    st.lists(st.integers(0, 12_000), max_size=60),
-    st.integers(0, 1000),
-)
+@given(st.integers(1, 9000), st.lists(st.integers(0, 12_000), max_size=60), st.integers(0, 1000))
 def test_runs_are_read_once_and_holes_only_where_they_are_small(
     nbytes: int, holes: list[int], first: int
 ) -> None:

@@ -17,12 +17,7 @@ import torch.distributed as dist
 
 import reknit
 from reknit.comm.group import SoloGroup
-from reknit.errors import (
-    CheckpointExistsError,
-    FencedError,
-    ReknitError,
-    StorageError,
-)
+from reknit.errors import CheckpointExistsError, FencedError, ReknitError, StorageError
 from tests.ranks import run
 from tests.running.examples import is_night
 from tests.servers import environment, new_url, server

@@ -26,11 +26,7 @@ LOAD = LoadOptions(threads=2, timeout_s=30)
 
 
 def save_rank(
-    group: Group,
-    storage: Storage,
-    collect: Callable[[], Holdings],
-    options: SaveOptions = SAVE,
-    **more: Any,
+    group: Group, storage: Storage, collect: Callable[[], Holdings], options: SaveOptions = SAVE, **more: Any
 ) -> SaveReport:
     """Save as a rank of a group."""
     return save_held(collect, task_at(storage, group, options, **more)).report()

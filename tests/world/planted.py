@@ -168,10 +168,7 @@ ON_LOAD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: Keeper(torch.ones(2)),
         lambda: planted(lambda: Keeper(torch.zeros(2)), "load_state_dict"),
     ),
-    "state_dict of the target": (
-        lambda: Keeper(torch.ones(2)),
-        lambda: planted(Keeper, "state_dict"),
-    ),
+    "state_dict of the target": (lambda: Keeper(torch.ones(2)), lambda: planted(Keeper, "state_dict")),
     "check_stream": (Stream, lambda: planted(Stream, "check_stream")),
     "load_stream": (Stream, lambda: planted(Stream, "load_stream")),
     "choose_shards": (Shards, lambda: planted(Shards, "choose_shards")),
@@ -184,10 +181,7 @@ ON_LOAD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 AFTER_TENSORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "set_extra_state": (Extra, lambda: planted(Extra, "set_extra_state")),
     "__setitem__": (lambda: {"n": 1}, lambda: Locked(n=0)),
-    "a hook of a module": (
-        lambda: nn.Linear(1, 1),
-        lambda: hooked("register_load_state_dict_post_hook"),
-    ),
+    "a hook of a module": (lambda: nn.Linear(1, 1), lambda: hooked("register_load_state_dict_post_hook")),
     "a hook of an optimizer": (
         lambda: torch.optim.SGD([("w", nn.Parameter(torch.ones(1)))], lr=0.1),
         lambda: stepped("register_load_state_dict_post_hook"),

@@ -151,10 +151,7 @@ def reblock(name: str) -> None:
     storage = CountingStorage(name)
     manifest = decode_manifest(storage.get(MANIFEST_PATH, limit=1 << 30))
     files = tuple(
-        replace(
-            file,
-            digests=tuple(block_digests(storage.get(file.path, limit=1 << 30), BLOCK_NBYTES)),
-        )
+        replace(file, digests=tuple(block_digests(storage.get(file.path, limit=1 << 30), BLOCK_NBYTES)))
         for file in manifest.files
     )
     storage.put(

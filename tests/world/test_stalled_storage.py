@@ -45,11 +45,7 @@ def released() -> Iterator[threading.Event]:
     ],
 )
 def test_storage_that_hangs_before_anything_has_changed_is_the_same_error_on_all_ranks(
-    operation: str,
-    rank: int,
-    verify: str,
-    released: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    operation: str, rank: int, verify: str, released: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_read, "WORTH_NBYTES", 1)
     ProcessMemory.clear("stalled")

@@ -91,10 +91,7 @@ class DcpJob:
         state = self._state()
         checkpoint.load(state, storage_reader=_reader(path))
         set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
     def close(self) -> None:

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 @checked_call
 def phase(
-    name: str,
-    *,
-    step: int | None = None,
-    nbytes: int = 0,
-    events: Events = None,
-    rank: int | None = None,
+    name: str, *, step: int | None = None, nbytes: int = 0, events: Events = None, rank: int | None = None
 ) -> _GeneratorContextManager[Running]:
     """Record a part of your own program: ``with reknit.phase("evaluate", ...):``, or as a decorator.
 

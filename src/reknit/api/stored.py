@@ -91,10 +91,7 @@ def verify(
 @checked_call
 @typed_shortage()
 def latest(
-    root: str | PathLike[str],
-    *,
-    pending: Literal["tell", "wait", "fence"] = "tell",
-    timeout_s: float = 300.0,
+    root: str | PathLike[str], *, pending: Literal["tell", "wait", "fence"] = "tell", timeout_s: float = 300.0
 ) -> str | None:
     """Return the path of the newest committed checkpoint directly below `root`, or None.
 
@@ -246,11 +243,6 @@ def cool(path: str | PathLike[str], to: str | PathLike[str], *, bytes_per_s: flo
         check_places(source, target)
         recorder = Recorder("promote", path=target.url)
         job = Promotion(
-            source,
-            target,
-            overwrite=False,
-            options=SaveOptions(),
-            recorder=recorder,
-            pace=Pace(bytes_per_s),
+            source, target, overwrite=False, options=SaveOptions(), recorder=recorder, pace=Pace(bytes_per_s)
         )
         return move(job, recipe(to).url, open_storage)

@@ -200,10 +200,7 @@ def _order_of(sampler: Any, num_ranks: int) -> tuple[SampleOrder, SampleReaders]
     return order, SampleReaders(sampler.num_replicas, sampler.rank, sampler.drop_last)
 
 
-_ELASTIC = (
-    "torch.distributed.elastic.utils.data.elastic_distributed_sampler",
-    "ElasticDistributedSampler",
-)
+_ELASTIC = ("torch.distributed.elastic.utils.data.elastic_distributed_sampler", "ElasticDistributedSampler")
 
 
 class PositionedSampler:

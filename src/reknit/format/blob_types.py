@@ -212,14 +212,7 @@ MAX_EQUAL_HASHES = 64
 
 PICKLE = 127
 
-_FACTORIES: dict[str, type] = {
-    "list": list,
-    "dict": dict,
-    "int": int,
-    "float": float,
-    "str": str,
-    "set": set,
-}
+_FACTORIES: dict[str, type] = {"list": list, "dict": dict, "int": int, "float": float, "str": str, "set": set}
 
 
 class Kind(Struct, frozen=True):

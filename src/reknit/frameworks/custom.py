@@ -284,9 +284,7 @@ class CustomAdapter(Adapter):
             )
         if fill and isinstance(data, np.ndarray) and not data.flags.writeable:
             raise self._wrong(
-                at,
-                "gave memory that is read-only",
-                "give a writable copy, and take it over in restore",
+                at, "gave memory that is read-only", "give a writable copy, and take it over in restore"
             )
         return data
 

@@ -191,10 +191,7 @@ def filled_fields(children: Iterable[Child], loading: Loading) -> list[Child]:
 
 
 def want_successor(
-    children: Iterable[Child],
-    make: Callable[[dict[Any, Any]], Any],
-    loading: Loading,
-    assign: Assign,
+    children: Iterable[Child], make: Callable[[dict[Any, Any]], Any], loading: Loading, assign: Assign
 ) -> None:
     """Request the contents of an immutable container: key, child and place of each.
 

@@ -91,9 +91,7 @@ def _shares(optimizer: Any, place: Place) -> Iterator[SteppedRange]:
         known = {id(stepped) for stepped in group["params"]}
         whole = zip(optimizer.model_fp32_groups[number], optimizer.shard_fp32_groups[number], strict=True)
         cast = zip(
-            optimizer.model_float16_groups[number],
-            optimizer.shard_casted_float16_groups[number],
-            strict=True,
+            optimizer.model_float16_groups[number], optimizer.shard_casted_float16_groups[number], strict=True
         )
         pairs = list(chain(whole, cast))
         if known != {id(stepped) for _, stepped in pairs}:

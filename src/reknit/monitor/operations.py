@@ -248,10 +248,7 @@ class EventFiles:
         many = [
             recorded.events.columns() for recorded in self._found.values() if len(recorded.events) >= _FEW
         ]
-        begins = [
-            np.array([recorded.started for recorded in few]),
-            *(each["started"] for each in many),
-        ]
+        begins = [np.array([recorded.started for recorded in few]), *(each["started"] for each in many)]
         weights = [np.array([recorded.weight for recorded in few]), *(np.ones(len(each)) for each in many)]
         times, weight = np.concatenate(begins), np.concatenate(weights)
         order = np.argsort(times)

@@ -237,10 +237,7 @@ def summary(figures: OperationFigures, limit: Limit | None) -> OperationSummary:
     operation, columns = figures.operation, figures.columns
     seconds, nbytes = operation.elapsed_s, operation.nbytes
     failures = operation.failures
-    facts = [
-        (_VERBS.get(operation.action, "moved"), amount(nbytes)),
-        ("time", time_of(seconds)),
-    ]
+    facts = [(_VERBS.get(operation.action, "moved"), amount(nbytes)), ("time", time_of(seconds))]
     share = None
     if nbytes and seconds > 0:
         facts.append(("throughput", f"{amount(nbytes / seconds)}/s"))

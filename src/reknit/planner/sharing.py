@@ -260,12 +260,7 @@ class Division(NamedTuple):
 
 
 def divide(
-    reads: Sequence[Reads],
-    hosts: Sequence[int],
-    *,
-    cell_nbytes: int,
-    bucket_nbytes: int,
-    costs: Costs | None,
+    reads: Sequence[Reads], hosts: Sequence[int], *, cell_nbytes: int, bucket_nbytes: int, costs: Costs | None
 ) -> Division:
     """Divide the bytes that several ranks want among these ranks, so that each byte is read once.
 

@@ -79,12 +79,7 @@ class Gap(NamedTuple):
     numel: int
 
 
-def untiled(
-    shapes: Sequence[tuple[int, ...]],
-    tensor: Ints,
-    offsets: Ints,
-    lengths: Ints,
-) -> list[Gap]:
+def untiled(shapes: Sequence[tuple[int, ...]], tensor: Ints, offsets: Ints, lengths: Ints) -> list[Gap]:
     """Return the tensors that their chunks do not tile exactly.
 
     `tensor` ascends; `offsets` and `lengths` are padded with 0 and 1 to one number of dimensions.  Chunks lie

@@ -50,10 +50,7 @@ class Command(NamedTuple):
 
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
 
-STORAGE = {
-    "hdfs": "reknit.stores.hdfs.store:open_with_retries",
-    ANY: "reknit.stores.fsspec_protocols",
-}
+STORAGE = {"hdfs": "reknit.stores.hdfs.store:open_with_retries", ANY: "reknit.stores.fsspec_protocols"}
 """For a scheme, the function that opens a URL; for all others, a module that may have one."""
 FRAMEWORKS: dict[str, Framework | str] = {
     "deepspeed": Framework("reknit.integrations.deepspeed.zero", "deepspeed"),

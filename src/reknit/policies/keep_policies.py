@@ -160,6 +160,5 @@ def ranked(policy: Policy | None, steps: Sequence[SavedStep]) -> list[SavedStep]
         if isinstance(leaf, _Best):
             return leaf.ranked(steps)
     raise UsageError(
-        "no metric is given for the best step",
-        remedy='keep the best: keep=latest(3) | best(1, "loss")',
+        "no metric is given for the best step", remedy='keep the best: keep=latest(3) | best(1, "loss")'
     )

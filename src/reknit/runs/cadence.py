@@ -155,12 +155,7 @@ def late(
         tier: (
             {step.number for step in mine},
             partial(
-                _promote_missing,
-                levels,
-                mine,
-                options=options,
-                sinks=sinks,
-                run=runs[tier] if runs else None,
+                _promote_missing, levels, mine, options=options, sinks=sinks, run=runs[tier] if runs else None
             ),
         )
         for tier, mine in of_tier.items()

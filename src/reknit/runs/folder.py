@@ -155,11 +155,7 @@ def give_way(tiers: Tiers, step: int, options: SaveOptions, *, copy: bool) -> li
         for each in later:
             recorder = Recorder("promote", step=each.step, path=each.aside.url)
             job = Promotion(
-                following(each.here),
-                each.aside,
-                overwrite=False,
-                options=options,
-                recorder=recorder,
+                following(each.here), each.aside, overwrite=False, options=options, recorder=recorder
             )
             promote_alone(job)
             if metrics := metrics_of(each.here, each.save_id):

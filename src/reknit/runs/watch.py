@@ -12,12 +12,7 @@ from reknit.api.ranks import AnyGroup, acting
 from reknit.engine.stored.hints import refuse_other
 from reknit.engine.stored.notes import RenewedHold
 from reknit.engine.stored.steps import described, numbered
-from reknit.errors import (
-    CheckpointNotFoundError,
-    FormatError,
-    StorageNotFoundError,
-    UsageError,
-)
+from reknit.errors import CheckpointNotFoundError, FormatError, StorageNotFoundError, UsageError
 from reknit.events.phase import Deadline
 from reknit.format import paths
 from reknit.format.manifest_file import MAX_FOLLOWER_NBYTES, Follower, decode_note, encode_note

@@ -128,11 +128,7 @@ class ExistingError(StorageError):
 
 def existing(url: str, action: str = "create") -> ExistingError:
     """Return the error of a file that would be written again."""
-    return ExistingError(
-        f"cannot {action} {url}: it exists",
-        remedy=TAKEN,
-        path=url,
-    )
+    return ExistingError(f"cannot {action} {url}: it exists", remedy=TAKEN, path=url)
 
 
 TAKEN = "files are never written twice: use another name, or delete the old one first"

@@ -299,10 +299,7 @@ def _reordered(
     start = shard.box.offsets[dim]
     stop = start + shard.box.lengths[dim]
     first, last = interleaving.needed(start, stop)
-    box = Box(
-        resized(shard.box.offsets, dim, first),
-        resized(shard.box.lengths, dim, last - first),
-    )
+    box = Box(resized(shard.box.offsets, dim, first), resized(shard.box.lengths, dim, last - first))
     memory = data.new_empty(box.lengths) if hasattr(data, "new_empty") else np.empty(box.lengths, data.dtype)
     item, fqn = source.names[0]
     moves = [(data[_along(dim, to)], memory[_along(dim, of)]) for to, of in interleaving.moves(start, stop)]

@@ -50,10 +50,7 @@ class Interleaving(NamedTuple):
                 low = max(0, -((at - start) // step))
                 high = min(self.length, -((at - stop) // step))
                 if low < high:
-                    yield (
-                        _places(at - start, step, low, high),
-                        _places(of - origin, source_step, low, high),
-                    )
+                    yield (_places(at - start, step, low, high), _places(of - origin, source_step, low, high))
 
 
 def _places(first: int, step: int, low: int, high: int) -> slice:

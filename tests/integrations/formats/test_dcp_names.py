@@ -118,12 +118,7 @@ def test_tensors_at_the_top_without_an_optimizer(tmp_path: Path) -> None:
             {"app": ["x"], "model": ["a.b", "c"]},
         ),
         (
-            {
-                "app": {"x": torch.ones(1)},
-                "a.b": torch.ones(2),
-                "c": torch.ones(2),
-                "step": torch.tensor(1),
-            },
+            {"app": {"x": torch.ones(1)}, "a.b": torch.ones(2), "c": torch.ones(2), "step": torch.tensor(1)},
             {"app": ["x"], "model": ["a.b", "c"], "step": [""]},
         ),
         ({"model": {"w": torch.ones(1)}, "ema": torch.ones(2)}, {"model": ["w"], "ema": [""]}),

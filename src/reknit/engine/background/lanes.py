@@ -59,9 +59,7 @@ def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
     return dataclasses.replace(options, bind=host)
 
 
-def places(
-    ranks: Sequence[messages.ListenAddress] | None,
-) -> list[messages.TreeAddress] | None:
+def places(ranks: Sequence[messages.ListenAddress] | None) -> list[messages.TreeAddress] | None:
     """Return for each rank the address of the rank above it, and the seed and number that all share.
 
     Only rank 0 has the addresses of all; other ranks have None, and get None.

@@ -135,10 +135,7 @@ class AgentPromotions:
     """The stores to which a save is promoted, and which of these promotions are left."""
 
     def __init__(
-        self,
-        begin: messages.Begin,
-        task: SaveTask,
-        ended: Callable[[messages.Promoted], bool],
+        self, begin: messages.Begin, task: SaveTask, ended: Callable[[messages.Promoted], bool]
     ) -> None:
         """Call `ended` with the end of each promotion; it returns whether the trainer receives it."""
         self._number, self._task, self._ended = begin.number, task, ended

@@ -121,10 +121,7 @@ class Pace:
     """
 
     def __init__(
-        self,
-        bytes_per_s: float | None = None,
-        requests_per_s: float | None = None,
-        latency_s: float = 0.0,
+        self, bytes_per_s: float | None = None, requests_per_s: float | None = None, latency_s: float = 0.0
     ) -> None:
         if any(rate is not None and rate <= 0 for rate in (bytes_per_s, requests_per_s)) or latency_s < 0:
             raise UsageError("the rates of a Pace are positive")

@@ -107,10 +107,7 @@ def claims(rank: int, claimed: messages.RankClaims) -> Sections:
     )
     if claimed.shards is None:
         return Sections(own, NOTHING)
-    keys, nbytes = (
-        unpacked(claimed.shards.keys, "u8"),
-        unpacked(claimed.shards.nbytes, "i8"),
-    )
+    keys, nbytes = (unpacked(claimed.shards.keys, "u8"), unpacked(claimed.shards.nbytes, "i8"))
     return Sections(own, columns_of(rank, {}, {"keys": (keys, ""), "nbytes": (nbytes, "")}))
 
 

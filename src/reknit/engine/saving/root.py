@@ -13,12 +13,7 @@ from reknit.engine.stored.at_path import size_of
 from reknit.engine.stored.commit import clear_out, put_manifest, refuse_pinned
 from reknit.engine.stored.manifest_content import list_files
 from reknit.engine.stored.marker import Marker, fenced_off, take_marker
-from reknit.errors import (
-    CheckpointExistsError,
-    CommitError,
-    StateError,
-    StorageError,
-)
+from reknit.errors import CheckpointExistsError, CommitError, StateError, StorageError
 from reknit.events.phase import now
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES, FORMAT_VERSION

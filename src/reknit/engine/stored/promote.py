@@ -377,10 +377,7 @@ def promote(
     copied: list[FileEntry] = []
     sent = False
     try:
-        with (
-            job.recorder.phase("claim"),
-            comm.turn(group, FIRST_ROUND, timeout_s, subject=write_id) as turn,
-        ):
+        with job.recorder.phase("claim"), comm.turn(group, FIRST_ROUND, timeout_s, subject=write_id) as turn:
             if turn.gather(b"") is not None:
                 root.begin()
             turn.arrive()

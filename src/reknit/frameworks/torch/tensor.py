@@ -292,10 +292,7 @@ def _require_memory(tensor: Any, local: Any, place: Place) -> None:
     if local.is_quantized:
         raise StateError(f"{place} is a quantized tensor", remedy="save it dequantized, or as plain integers")
     if local.is_meta:
-        raise StateError(
-            f"{place} is on the meta device and has no memory",
-            remedy=memory_remedy("it"),
-        )
+        raise StateError(f"{place} is on the meta device and has no memory", remedy=memory_remedy("it"))
     if not shows_memory(local):
         raise StateError(
             f"{place} is on {local.device}, where torch shows no memory of it",

@@ -76,10 +76,7 @@ _REMEDIES = {
     "GGUF": ("a model in GGUF, as llama.cpp reads it", OPENS),
     "npz": ("arrays as numpy.savez writes them (.npz)", OPENS),
     "npy": ("an array as numpy.save writes it (.npy)", OPENS),
-    "HDF5": (
-        "a file of HDF5, as Keras saves it",
-        "load it with the program that saved it, " + _SAVE,
-    ),
+    "HDF5": ("a file of HDF5, as Keras saves it", "load it with the program that saved it, " + _SAVE),
     "pickle": (
         "a pickle",
         "reknit runs no pickle: load it with the program that saved it, if you trust it, " + _SAVE,
@@ -212,16 +209,8 @@ _MEGATRON = (
     "load it with Megatron into the model and the optimizer, then "
     'reknit.save(folder, {"model": model, "optimizer": optimizer}) saves it'
 )
-_MODEL = (
-    "Hugging Face",
-    "a model as Hugging Face libraries save it",
-    OPENS,
-)
-_PEFT = (
-    "PEFT",
-    "an adapter as PEFT saves it",
-    OPENS,
-)
+_MODEL = ("Hugging Face", "a model as Hugging Face libraries save it", OPENS)
+_PEFT = ("PEFT", "an adapter as PEFT saves it", OPENS)
 _SHARDS = (
     "FSDP shards",
     "a checkpoint of Accelerate or transformers with shards of FSDP",
@@ -247,13 +236,7 @@ _MODELS = (
 """Files that identify a model of Hugging Face."""
 
 _CHECKPOINTS = (
-    _Mark(
-        "metadata.json",
-        _JSON + rb'"sharded_backend"\s*:\s*"',
-        "Megatron",
-        _TORCH_DIST,
-        OPENS,
-    ),
+    _Mark("metadata.json", _JSON + rb'"sharded_backend"\s*:\s*"', "Megatron", _TORCH_DIST, OPENS),
     _Mark(".metadata", _PICKLE_HEAD + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
     _Mark("model/.metadata", _PICKLE_HEAD + rb"bytecheckpoint\.", *_BYTECHECKPOINT),
     _Mark(

@@ -227,10 +227,7 @@ def _transformed(
 
 
 def _ties(
-    transformed: Transformed,
-    names: Mapping[int, str],
-    numbers: Mapping[str, int],
-    tied: Mapping[int, int],
+    transformed: Transformed, names: Mapping[int, str], numbers: Mapping[str, int], tied: Mapping[int, int]
 ) -> dict[int, int]:
     """Return the weights after all rules that are other names of a weight, of which one is the owner."""
     item = next(iter(transformed.catalog.tensors))

@@ -213,8 +213,7 @@ def _spec(shape: tuple[int, ...], dtype: Any, place: Place) -> TensorSpec:
     name = np.dtype(dtype).name
     if name not in ITEMSIZE:
         raise StateError(
-            f"{place} is an array of dtype {name}, which is not stored",
-            remedy=_other_dtype(name),
+            f"{place} is an array of dtype {name}, which is not stored", remedy=_other_dtype(name)
         )
     return TensorSpec(shape, name)
 

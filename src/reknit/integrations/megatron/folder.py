@@ -155,10 +155,7 @@ def _below(keys: tuple[str, ...], name: str) -> str:
 def _divided(key: str, spec: TensorSpec, chunks: Chunks) -> list[tuple[str, TensorSpec, Chunks]]:
     """Return the tensors of layers and experts in one of Megatron's."""
     found = [(key, spec, chunks)]
-    for stacks, name in (
-        (names.stacks_layers, names.with_layer),
-        (names.stacks_experts, names.with_expert),
-    ):
+    for stacks, name in ((names.stacks_layers, names.with_layer), (names.stacks_experts, names.with_expert)):
         if stacks(key) and all(map(_is_numbered, found)):
             found = [part for one in found for part in _along_first(*one, name)]
             key = found[0][0] if found else key

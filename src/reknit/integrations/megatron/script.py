@@ -154,12 +154,7 @@ def load(
 
 
 def _load(
-    path: str | PathLike[str],
-    items: dict[str, Any],
-    kept: Kept,
-    *,
-    strict: Any,
-    options: LoadOptions | None,
+    path: str | PathLike[str], items: dict[str, Any], kept: Kept, *, strict: Any, options: LoadOptions | None
 ) -> LoadReport:
     """Load items, as they are if they fit, else as the checkpoint has their keys.
 

@@ -265,11 +265,7 @@ def _cut(one: HeldPart, work: Working) -> FlatPart | None:
     if low >= high and whole.numel:
         return None
     return replace(
-        whole,
-        start=low - whole.offset,
-        numel=max(0, high - low),
-        offset=low - work.start,
-        total=work.numel,
+        whole, start=low - whole.offset, numel=max(0, high - low), offset=low - work.start, total=work.numel
     )
 
 

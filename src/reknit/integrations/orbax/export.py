@@ -139,11 +139,7 @@ class SavedTensor:
 
 
 def _write(
-    orbax: Any,
-    checkpoint: OpenCheckpoint,
-    state: Mapping[str, Any],
-    generators: Mapping[int, str],
-    path: str,
+    orbax: Any, checkpoint: OpenCheckpoint, state: Mapping[str, Any], generators: Mapping[int, str], path: str
 ) -> None:
     handlers = orbax.type_handlers
     base: Any = handlers.NumpyHandler

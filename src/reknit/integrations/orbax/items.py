@@ -255,12 +255,7 @@ def items_at(path: str) -> tuple[str, ...] | None:
 _TREES = (ocp.args.StandardRestore, ocp.args.PyTreeRestore)
 _KEPT = (ocp.args.JsonSave, ocp.args.NumpyRandomKeySave)
 _KEPT_BACK = (ocp.args.JsonRestore, ocp.args.NumpyRandomKeyRestore)
-_AS_THEY_ARE = (
-    ocp.args.StandardSave,
-    ocp.args.PyTreeSave,
-    ocp.args.ArraySave,
-    ocp.args.JaxRandomKeySave,
-)
+_AS_THEY_ARE = (ocp.args.StandardSave, ocp.args.PyTreeSave, ocp.args.ArraySave, ocp.args.JaxRandomKeySave)
 
 
 class ItemTarget(NamedTuple):

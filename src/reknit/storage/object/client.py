@@ -120,10 +120,7 @@ def _kind(error: BaseException, text: str) -> tuple[type[StorageError], str]:
     if _FULL.search(text):
         return StorageFullError, "free space: delete old checkpoints, or raise the quota"
     if _CLOCK.search(text):
-        return (
-            StoragePermissionError,
-            "the clock of this host is wrong: set it (NTP), then try again",
-        )
+        return (StoragePermissionError, "the clock of this host is wrong: set it (NTP), then try again")
     if isinstance(error, denied) or _DENIED.search(text):
         return StoragePermissionError, (
             "check the credentials of the process (environment, role of the machine), and that they may "

@@ -85,14 +85,7 @@ class MultipartUpload:
     """
 
     def __init__(
-        self,
-        client: Client,
-        key: str,
-        url: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        concurrency: int,
+        self, client: Client, key: str, url: str, nbytes: int, *, part_nbytes: int, concurrency: int
     ) -> None:
         self._client, self._key, self._url = client, key, url
         self._nbytes, self._part_nbytes, self._concurrency = nbytes, part_nbytes, concurrency
