@@ -163,14 +163,14 @@ def test_the_bytes_of_a_file_are_written_when_the_trainer_has_staged_them() -> N
     planned = say.Planned(
         number=0, items=["model"], files=[("model", 0, 5)], columns=None, arena=0, ring=4096
     )
-    save.plan(planned, memory)
+    save.take_files(planned, memory)
     files = save.files
     assert files is not None
     writer = start_thread("writer", lambda: fetched.append(bytes(files.piece(0, 0, 5, Arena(5)))))
     writer.join(0.3)
     assert not fetched
     memory.bytes[:5] = list(b"bytes")
-    save.fill(0)
+    save.note_filled(0)
     writer.join(LIMIT_S)
     assert fetched == [b"bytes"]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.memory.workers import PAGE_NBYTES, SPAN_NBYTES, Span, borrowed, image_nbytes, lay_out
+from reknit.engine.memory.workers import PAGE_NBYTES, SPAN_NBYTES, Span, arena_spans, borrowed, image_nbytes
 from reknit.errors import UsageError
 from reknit.format.checksum import BLOCK_NBYTES
 
@@ -54,7 +54,7 @@ def test_spans_cover_each_file_in_order_on_pages_of_the_arena_and_none_is_overwr
 ) -> None:
     reached: dict[int, int] = {}
     last = 0
-    spans = lay_out(sizes, capacity)
+    spans = arena_spans(sizes, capacity)
     for number, span in enumerate(spans):
         assert last <= span.file
         last = span.file
@@ -77,7 +77,7 @@ def test_spans_cover_each_file_in_order_on_pages_of_the_arena_and_none_is_overwr
 @given(SIZES)
 def test_what_fits_is_the_image_of_the_files_and_waits_for_nothing(sizes: list[int]) -> None:
     capacity = image_nbytes(sizes)
-    spans = lay_out(sizes, capacity)
+    spans = arena_spans(sizes, capacity)
     assert all(span.after == -1 for span in spans)
     assert len({span.at - span.start for span in spans}) == sum(size > 0 for size in sizes)
     assert capacity - sum(sizes) < PAGE_NBYTES * max(1, len(sizes))
@@ -88,12 +88,12 @@ def test_one_byte_too_little_makes_a_ring() -> None:
     sizes = [SPAN_NBYTES + 1, 0, PAGE_NBYTES]
     whole = image_nbytes(sizes)
     assert whole == SPAN_NBYTES + 2 * PAGE_NBYTES
-    assert lay_out(sizes, whole) == [
+    assert arena_spans(sizes, whole) == [
         Span(0, 0, SPAN_NBYTES, 0, -1),
         Span(0, SPAN_NBYTES, 1, SPAN_NBYTES, -1),
         Span(2, 0, PAGE_NBYTES, SPAN_NBYTES + PAGE_NBYTES, -1),
     ]
-    assert lay_out(sizes, whole - 1) == [
+    assert arena_spans(sizes, whole - 1) == [
         Span(0, 0, SPAN_NBYTES, 0, -1),
         Span(0, SPAN_NBYTES, 1, 0, 0),
         Span(2, 0, PAGE_NBYTES, 0, 1),
@@ -101,7 +101,7 @@ def test_one_byte_too_little_makes_a_ring() -> None:
 
 
 def test_an_arena_that_holds_neither_all_nor_one_span_is_refused() -> None:
-    assert lay_out([100], PAGE_NBYTES) == [Span(0, 0, 100, 0, -1)]
-    assert lay_out([0, 0], 0) == []
+    assert arena_spans([100], PAGE_NBYTES) == [Span(0, 0, 100, 0, -1)]
+    assert arena_spans([0, 0], 0) == []
     with pytest.raises(UsageError, match="cannot hold a span"):
-        lay_out([PAGE_NBYTES + 1], 2 * PAGE_NBYTES - 1)
+        arena_spans([PAGE_NBYTES + 1], 2 * PAGE_NBYTES - 1)

@@ -114,7 +114,7 @@ def test_after_an_error_the_root_gives_up_and_no_file_is_left() -> None:
     def run() -> None:
         here = here_in(storage, SoloGroup(), cast("Any", root))
         with here.rounds():
-            here.agree(SAID)
+            here.hold_assign(SAID)
             here.written.append(write_bytes(storage, "m/00000.01234567.safetensors", b"x"))
             here.commit(cast("Any", NoFiles()))
 
@@ -147,7 +147,7 @@ def test_a_file_that_another_thread_still_writes_is_deleted_when_it_is_there() -
 
     def run(pool: ThreadPoolExecutor) -> None:
         with here.rounds():
-            here.agree(SAID)
+            here.hold_assign(SAID)
             writing.append(pool.submit(here.write, files))
             assert files.begun.wait(30)
             raise CommError("no answer came")

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from reknit.engine.saving.here import EarlierSaves, Here
 
 
+logger = logging.getLogger("reknit")
+
+
 def read_call(
     path: str | PathLike[str],
     state: Mapping[str, Any],
@@ -69,7 +72,7 @@ def read_call(
     records: Mapping[str, str] = MappingProxyType({}),
 ) -> SaveTask:
     """Return the task of a call, checked, or with the error that all ranks will raise."""
-    acts, place, folder = acting(group, options.comm), place_of(path), ""
+    acts, place = acting(group, options.comm), place_of(path)
     recorder = Recorder(action, acts.group.rank, path=place.url)
     task = SaveTask(
         place=place,
@@ -85,7 +88,7 @@ def read_call(
     if wrong is not None:
         return task
     try:
-        recipe(path)
+        recipe(path)  # raises the error that `place_of` passes over
         check_state(state)
         warn_of_loose_tensors(state)
         check_metadata(task.metadata)
@@ -122,8 +125,6 @@ def _version_of(name: str) -> str | None:
     except distributions.PackageNotFoundError:
         return None
 
-
-logger = logging.getLogger("reknit")
 
 _earlier: weakref.WeakKeyDictionary[Group, EarlierSaves] = weakref.WeakKeyDictionary()
 """The last saves of this process with each group, without those in the background."""
@@ -200,6 +201,7 @@ def save_in_run(
     """
     options, wrong_options = tried_options(options, SaveOptions, "save" if wait is True else None)
     wrong = wrong or wrong_options
+    # 1 Read the call.  2 Choose the writer.  The other steps are in `engine.saving.save`.
     task = read_call(
         path,
         state,
@@ -225,7 +227,7 @@ def save_in_run(
             with closing(task):
                 with task.recorder.whole(), progress(task.recorder, start_thread, wanted=options.progress):
                     driver.save(task, here)
-                outcome = _ended(here)
+                outcome = _reported(here)
         else:
             outcome = _save_at_agent(task)
             if wrong is not None:
@@ -246,8 +248,8 @@ def save_in_run(
     return pending
 
 
-def _ended(here: Here) -> SaveOutcome:
-    """Return the outcome of a save that is committed, after its promotion."""
+def _reported(here: Here) -> SaveOutcome:
+    """Report a save that is committed, and promote it; return its outcome."""
     report, task = here.report(), here.task
     outcome = SaveOutcome(report.path, report.step, promote_to=task.options.promotions)
     if task.group.rank == 0:

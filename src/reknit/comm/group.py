@@ -503,7 +503,7 @@ def turn(
 
     `Turn.gather` returns the requests of all ranks on rank 0, and None on the others; rank 0 decides in the
     lines that follow, and `Turn.give` returns the answer of this rank.  Requests and answers are bytes, or
-    values that MessagePack can hold, or of a class with `pack` and `unpack` (`comm.envelope.packed`).  All
+    values that MessagePack can hold, or of a class with `pack` and `unpack` (`packed`).  All
     ranks send requests of one type.
 
     `subject` names the subject of the round; ranks with different subjects are in different places.  With

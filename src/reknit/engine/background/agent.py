@@ -298,11 +298,11 @@ class Agent:
 
     def _plan(self, planned: messages.Planned) -> None:
         if (save := self.saves.get(planned.number)) is not None:
-            save.plan(planned, self._arenas[planned.arena])
+            save.take_files(planned, self._arenas[planned.arena])
 
     def _fill(self, filled: messages.Filled) -> None:
         if (save := self.saves.get(filled.number)) is not None:  # else it failed, and is over
-            save.fill(filled.span)
+            save.note_filled(filled.span)
 
     def _make_ready(self, ready: messages.Ready) -> None:
         if (warm_up := self.saves.get(ready.number)) is not None:  # else it failed, and is over

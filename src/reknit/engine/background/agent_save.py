@@ -1,4 +1,4 @@
-"""A save in an agent, in two threads: one writes, one holds the rounds; the trainer may die at any moment.
+"""A save in an agent: one thread writes, one holds the rounds; the trainer may die at any moment.
 
 Both take the steps of `saving.here.Here`, with files in an arena instead of live memory.  An agent imports
 this module, and with it the code that writes and commits, when its first save begins.  Earlier imports would
@@ -15,7 +15,7 @@ from reknit.comm import group as comm
 from reknit.engine import messages as round_messages
 from reknit.engine.background import messages
 from reknit.engine.background.promotions import AgentPromotions, agent_task
-from reknit.engine.memory.workers import SPAN_NBYTES, lay_out
+from reknit.engine.memory.workers import SPAN_NBYTES, arena_spans
 from reknit.engine.memory.write import ByteSource, Tuner
 from reknit.engine.saving.coordinator import Coordinator
 from reknit.engine.saving.here import ASSIGN, EarlierSaves, Here
@@ -50,7 +50,7 @@ class ArenaFiles(ByteSource):
         self.plan, self.items = save.begin.claims.plan, planned.items
         self.listed, self.columns = planned.files, planned.columns
         self._save, self._arena = save, arena
-        self._spans = lay_out([nbytes for _, _, nbytes in planned.files], planned.ring)
+        self._spans = arena_spans([nbytes for _, _, nbytes in planned.files], planned.ring)
         self._number = {(span.file, span.start): k for k, span in enumerate(self._spans)}
         self._is_ring = any(span.after >= 0 for span in self._spans)
         self.to_fill = set(range(len(self._spans)))
@@ -139,14 +139,14 @@ class AgentSave:
         with self._changed:
             return self._staged
 
-    def plan(self, planned: messages.Planned, arena: SharedMemory) -> None:
+    def take_files(self, planned: messages.Planned, arena: SharedMemory) -> None:
         """Take the files of the save, and the arena that will hold them."""
         with self._changed:
             self.files = ArenaFiles(self, planned, arena)
             self._staged = not self.files.to_fill
             self._changed.notify_all()
 
-    def fill(self, span: int) -> None:
+    def note_filled(self, span: int) -> None:
         """Record that a span holds its bytes."""
         with self._changed:
             if self.files is not None:
@@ -226,7 +226,7 @@ class AgentSave:
             try:
                 if self.error is not None:
                     raise self.error
-                assigned = self.here.agree(self.begin.claims)
+                assigned = self.here.hold_assign(self.begin.claims)
                 self.send(messages.Assigned(self.number, assigned.shard_owners))
                 with self._changed:
                     self._may_write = True

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reknit.engine.saving.task import SaveTask
     from reknit.types.shard import Blob, SharedFile
 
-_MOST_NBYTES = 2 << 30
+_COPY_AHEAD_NBYTES = 2 << 30
 """Limit of the bytes copied while an agent starts, which takes about as long."""
 
 
@@ -59,7 +59,7 @@ class AtAgent:
         self._background = background
         self._begun_at = monotonic()
         self._starting: AgentStart | None = None
-        self._has_joined, self._has_begun = True, False  # nothing to join before the start of the agent
+        self._must_join = self._has_begun = False
         self._settle: Callable[[], None] | None = None
 
     @contextmanager
@@ -84,7 +84,7 @@ class AtAgent:
         Raises the error of the arguments.
         """
         task = self.task
-        self._starting, self._has_joined = self._background.supervisor.start(task.group), False
+        self._starting, self._must_join = self._background.supervisor.start(task.group), True
         if task.wrong is not None:
             raise task.wrong
         return task.options.reuse and task.place.copies_files(task.options.durability)
@@ -106,14 +106,22 @@ class AtAgent:
     def write(self, files: LiveFiles) -> None:
         """Copy the files to an arena; the agent writes each span as soon as it is filled."""
         task, nbytes, is_copied = self.task, files.nbytes, False
-        if not self._has_joined and nbytes:
+        if self._must_join and nbytes:
             is_copied = self._copy_ahead(files, self._arena.acquire(nbytes, task))
         self._begin_with(files)
         save, session = self.save, self.session
         lease = self._arena.acquire(nbytes, task)
         self._arena.hand_over(save)
         session.share_arena(lease)
-        session.link.send(self._planned(files, lease))
+        planned = messages.Planned(
+            number=save.number,
+            items=list(files.items),
+            files=files.listed,
+            columns=None if self.plan.committed else files.outline.columns,
+            arena=lease.number,
+            ring=lease.nbytes,
+        )
+        session.link.send(planned)
         images = files.images(save.write_id)
         snapshot = Snapshot(images, lease, save, task.options)
         save.streamed = snapshot.streamed
@@ -157,7 +165,7 @@ class AtAgent:
         files, owners = None, b""
         if not part.needs_assignment:
             files = lay_out(part, Owners(part.layout, b"", {}))
-            if not self._has_joined and files.nbytes:
+            if self._must_join and files.nbytes:
                 self._arena.acquire(files.nbytes, task)
         self._begin(claimed=False, warm_up=True)
         if part.needs_assignment:
@@ -180,10 +188,10 @@ class AtAgent:
 
     def _join(self) -> None:
         """Find the agents of this save, and take part in it; agents that start join each other first."""
-        if self._has_joined:
+        if not self._must_join:
             return
         task, background, outcome = self.task, self._background, self.outcome
-        starting, self._starting, self._has_joined = self._starting, None, True
+        starting, self._starting, self._must_join = self._starting, None, False
         self.session = session = background.supervisor.session_for(self._number, task.group, starting)
         self.save = save = session.new_save(self._number, outcome)
         save.begun, save.group = self._begun_at, task.group
@@ -254,17 +262,6 @@ class AtAgent:
             context=self.session.new_context(save, task.options.timeout_s),
         )
 
-    def _planned(self, files: LiveFiles, lease: Lease) -> messages.Planned:
-        """Return the message about the files of a save, and the arena that has their bytes."""
-        return messages.Planned(
-            number=self.save.number,
-            items=list(files.items),
-            files=files.listed,
-            columns=None if self.plan.committed else files.outline.columns,
-            arena=lease.number,
-            ring=lease.nbytes,
-        )
-
     def _copy_ahead(self, files: LiveFiles, lease: Lease) -> bool:
         """Copy the files, with headers of another write id; return whether that is done.
 
@@ -274,7 +271,7 @@ class AtAgent:
         images = files.images(paths.new_write_id())
         snapshot = Snapshot(images, lease, None, self.task.options)
         nbytes = sum(image.nbytes for image in images)
-        if snapshot.streamed or self.task.options.stage == "lazy" or nbytes > _MOST_NBYTES:
+        if snapshot.streamed or self.task.options.stage == "lazy" or nbytes > _COPY_AHEAD_NBYTES:
             return False
         with self.task.recorder.phase("stage", nbytes=nbytes):
             snapshot.take()
@@ -283,7 +280,7 @@ class AtAgent:
     def _give_up(self, error: BaseException) -> None:
         """End the save with an error, on all ranks.  Raises Ctrl-C and exits of the process."""
         first: BaseException = error
-        if not self._has_joined:  # the agents of all ranks wait for this save
+        if self._must_join:  # the agents of all ranks wait for this save
             try:
                 self._join()
             except BaseException as failed:

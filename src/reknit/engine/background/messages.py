@@ -1,4 +1,8 @@
-"""The messages between a trainer and its agent, and the properties of a process that an agent takes over."""
+"""The messages between a trainer and its agent, and the properties of a process that an agent takes over.
+
+`agent.Agent` has a table of the methods that receive those to the agent.  `session.AgentSession` receives the
+others.
+"""
 
 from __future__ import annotations
 

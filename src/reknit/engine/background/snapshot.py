@@ -14,7 +14,7 @@ import numpy as np
 from reknit.engine.memory.devices import BounceBuffers, Staging, changes, copied_later
 from reknit.engine.memory.elements import Range, Sample, itemsize, stage
 from reknit.engine.memory.images import Sources
-from reknit.engine.memory.workers import lay_out, run_jobs
+from reknit.engine.memory.workers import arena_spans, run_jobs
 from reknit.environment import num_threads
 from reknit.errors import StateError, shortage
 from reknit.types.devices import device_of, is_queued, memory_of
@@ -163,7 +163,7 @@ class Snapshot:
         self._save = save
         self._options = options
         self._images = images
-        self.spans = lay_out([image.nbytes for image in images], lease.nbytes)
+        self.spans = arena_spans([image.nbytes for image in images], lease.nbytes)
         self.streamed = any(span.after >= 0 for span in self.spans)
 
     def take(self) -> None:

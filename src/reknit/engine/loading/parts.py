@@ -73,7 +73,7 @@ class LoadPart(Struct):
         """Return the ranges that this rank would read, if they may be shared."""
         return None if self.shared is None else self.shared.offer()
 
-    def cut(self) -> list[str]:
+    def resharded(self) -> list[str]:
         """Return the names of the boxes that do not consist of exactly one chunk."""
         plan, lengths = self.reader.plan, self.reader.checkpoint.index.lengths
         rows = zip(plan.wanted.tolist(), lengths[plan.chunk].prod(axis=1).tolist(), strict=True)
@@ -240,7 +240,7 @@ def load_report(
     wanted, fills, problems, parts = sought.wanted, sought.fills, sought.problems, reads.parts
     checkpoint = reads.late.reader.checkpoint
     index, manifest = checkpoint.index, checkpoint.manifest
-    cut = {name for part in parts for name in part.cut()}
+    resharded = {name for part in parts for name in part.resharded()}
     full = [fill.name for fill in fills if fill.name not in problems.resized]
     values = [full_name(*key) for key in wanted.blobs + wanted.own]
     return LoadReport(
@@ -253,7 +253,7 @@ def load_report(
         mismatched=dict(problems.mismatched) | problems.resized,
         left=tuple(decision.left),
         cast=_unique([fill.name for fill in fills if fill.cast]),
-        resharded=_unique([name for name in full if name in cut]),
+        resharded=_unique([name for name in full if name in resharded]),
         notes=other_files(manifest) | {full_name(item, fqn): what for item, fqn, what in wanted.notes},
         nbytes_wanted=sum(fill.box.numel * index.tensors[fill.tensor].spec.itemsize for fill in fills),
         nbytes_read=sum(part.reader.nbytes_read for part in parts),

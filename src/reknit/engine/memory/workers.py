@@ -84,7 +84,7 @@ def image_nbytes(sizes: Sequence[int]) -> int:
     return sum(_pages(size) for size in sizes)
 
 
-def lay_out(sizes: Sequence[int], capacity: int) -> list[Span]:
+def arena_spans(sizes: Sequence[int], capacity: int) -> list[Span]:
     """Place files of `sizes` bytes in an arena of `capacity` bytes, cut in spans of at most `SPAN_NBYTES`.
 
     If all files fit, the arena is their image, one after another, each beginning on a page.  Otherwise it is

@@ -58,7 +58,7 @@ class EarlierSaves:
 
 
 class DataFiles(Protocol):
-    """The data files of a rank: of live memory (`layout.Files`), or in the arena of an agent."""
+    """The data files of a rank: of live memory (`layout.LiveFiles`), or in the arena of an agent."""
 
     @property
     def plan(self) -> bytes:
@@ -97,7 +97,8 @@ class Here:
         """Write with the `earlier` saves of the group; `subject` and `tuner` are those of an agent."""
         self.task = task
         self.earlier = earlier or EarlierSaves()
-        self._alone = task.group.size == 1 and tuner is None
+        self._in_agent = tuner is not None
+        self._alone = task.group.size == 1 and not self._in_agent
         # The index of a rank alone is encoded while it writes, and its plans are kept with its holdings.
         self.coordinator = Coordinator() if self._alone else self.earlier.coordinator
         self.written: list[Written] = []
@@ -135,6 +136,11 @@ class Here:
             )
         with suppress(ReknitError):  # files that stay take space until the next save to this path
             clear_own_host(task.storage, task.group, self.write_id)
+        self._keep_results()
+        self.blocked_s = monotonic() - begun
+
+    def _keep_results(self) -> None:
+        """Keep the figures of a save that is committed, and its plans and files for the next one."""
         files, reuse, written = self._files, self._reuse, self.written
         if isinstance(files, LiveFiles) and not self._alone:
             keep_latest(self.earlier.claimed, self._claimed.plan, self._kept, PLANS_KEPT)
@@ -147,7 +153,6 @@ class Here:
             reused_nbytes=reuse.nbytes,
             warnings=tuple(self._outcome.warnings),
         )
-        self.blocked_s = monotonic() - begun
 
     def open(self) -> bool:
         """Open the store, after the saves before; return whether it takes over files that did not change.
@@ -178,13 +183,13 @@ class Here:
         known = self.earlier.claimed.get(layout)
         chosen = part.compare(None if known is None else known.get(check))
         self._kept = {**(known or {}), check: chosen}
-        owners = self.agree(part.claims(plan=layout, shards=known is None)).shard_owners
+        owners = self.hold_assign(part.claims(plan=layout, shards=known is None)).shard_owners
         # 16 bytes stand for the files of a layout under these owners of guessed shards.
         plan = xxh3_128_digest(layout + owners) if layout and owners else layout
         return Owners(plan, owners, self.earlier.planned)
 
-    def agree(self, claimed: messages.RankClaims) -> messages.Assignment:
-        """Hold the round in which the save begins, and enter the one in which it ends."""
+    def hold_assign(self, claimed: messages.RankClaims) -> messages.Assignment:
+        """Hold the round in which the save begins, enter the one in which it ends, and return the answer."""
         task, committed = self.task, self.earlier.committed
         first = committed.beside(task.storage) is None
         requests, answers = self._turn.gather(claims(task.group.rank, claimed)), None
@@ -209,7 +214,7 @@ class Here:
         meanwhile: Callable[[], None] | None = None
         if self._alone and files.columns is not None:
             meanwhile = partial(self.coordinator.encode_ahead, files.columns)
-        elif task.group.rank == 0 and self._tuner is None:
+        elif task.group.rank == 0 and not self._in_agent:
             meanwhile = self.coordinator.import_ahead
         with self._writing, files.source(write_id, task.options.timeout_s) as source:
             self._reuse = Reuse(task, self.earlier.committed, write_id, files.listed)
@@ -259,7 +264,7 @@ class Here:
         """Enter a round of this save, after the one before."""
         task = self.task
         self._round.close()
-        if name == COMMIT or self._tuner is None:  # no trainer waits while an agent waits for other agents
+        if name == COMMIT or not self._in_agent:  # no trainer waits while an agent waits for other agents
             self._round.enter_context(task.recorder.phase(name))
         turn = comm.turn(task.group, name, task.options.timeout_s, merge=merge, subject=subject, opens=opens)
         self._turn = self._round.enter_context(turn)

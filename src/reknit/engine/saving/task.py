@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reknit.comm.group import Group
+    from reknit.engine.outcome import SaveOutcome
     from reknit.engine.stored.run_record import Run
     from reknit.events.phase import Recorder
     from reknit.options import Durability, SaveOptions
@@ -28,17 +29,10 @@ class SavePlace(Protocol):
         """The factory of the trainer's program for such stores, if it has one (`storage.registry.recipe`)."""
 
     def open(self, durability: Durability, recorder: Recorder) -> Storage:
-        """Open the store, whose operations are recorded."""
+        """Open the store, whose operations are recorded (`storage.registry.StoreRecipe`)."""
 
     def copies_files(self, durability: Durability) -> bool:
         """Return whether the store can copy files of an earlier checkpoint."""
-
-
-class EarlierSave(Protocol):
-    """A save under way."""
-
-    def wait_over(self, timeout_s: float) -> None:
-        """Wait until it has ended, and its promotions too.  Raises `DeadlineError`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +60,7 @@ class SaveTask:
     wrong: BaseException | None = None
     storage: Storage = field(init=False)
     """The store of the place, in the process that writes the files."""
-    after: Sequence[EarlierSave] = ()
+    after: Sequence[SaveOutcome] = ()
     """Saves under way to the same place, which have to end before."""
 
     def holdings(self) -> Holdings:

@@ -6,8 +6,8 @@ A reader that opens the path after that gets an error.  Only files that the mani
 checkpoint are removed, so a save that begins meanwhile loses none of its files.  Files of other names stay,
 and so does a folder that holds some.  `reknit gc` finds the files that a process leaves that dies in between.
 
-No reader can begin to hold the checkpoint once it was looked for holders (`record.checkpoint_notes`), and no
-save can begin at its path until all requests are answered (`record.removals`).
+No reader can begin to hold the checkpoint once it was looked for holders (`stored.notes`), and no
+save can begin at its path until all requests are answered (`stored.removals`).
 
 `drop` removes items, such as an old optimizer, and keeps the others.  A new manifest takes the place of the
 old one in the same atomic step as that of a save.  It has an index and a write id of its own, so a reader

@@ -15,7 +15,7 @@ Nothing is removed that belongs to a committed checkpoint, or to a save that may
 
 - *A late commit is made impossible.*  An object store may carry out a commit that the save has sent before.
   Where an index shows that, the manifest is changed, or a tombstone put in its place, before a file goes
-  (`record.late_commits`).  Without conditional writes, files stay as long as a store keeps a request.
+  (`stored.commit`).  Without conditional writes, files stay as long as a store keeps a request.
 
 One window of one request remains, between the last check and the first removal.  It matters only if a save
 that was idle for longer than the limit puts its marker, checks its files and commits within it.  On an object

@@ -43,7 +43,7 @@ def decode_index(data: bytes) -> Index:
     """Return the index that the bytes hold, with `files` sorted.
 
     Raises `CorruptError` for contradictions, naming the tensor, and `FormatError` for a file above a limit or
-    with an unsafe path.  Compare with the files' sizes by `index_checks.check_extents`.
+    with an unsafe path.  Compare with the files' sizes by `checks.check_extents`.
     """
     if (plain := read_plain(data)) is not None:
         return _checked(plain)
