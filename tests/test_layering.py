@@ -263,3 +263,30 @@ def test_importing_reknit_imports_no_framework_and_no_grpc() -> None:
     code = f"import reknit, sys; print(*{heavy} & sys.modules.keys())"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.split() == []
+
+
+FOREIGN = {"torch", "jax", "megatron", "deepspeed"}
+"""Libraries whose names begin as those of modules of reknit."""
+VARIABLES = {"tensor.data", "report.unread", "config.json"}
+"""Parts of objects in docstrings whose names begin as those of modules of reknit."""
+_POINTER = re.compile(r"(?<!`)`([a-z_]+(?:\.\w+)+)`(?!`)")
+
+
+def test_every_module_that_a_docstring_names_is_there(tree: dict[str, str]) -> None:
+    paths = {tuple(path.removesuffix(".py").removesuffix("/__init__").split("/")): path for path in tree}
+    ends: dict[tuple[str, ...], list[str]] = {}
+    for parts, path in paths.items():
+        for begin in range(len(parts)):
+            ends.setdefault(parts[begin:], []).append(path)
+    lost = []
+    for path, source in tree.items():
+        for name in {*_POINTER.findall(source)} - VARIABLES:
+            first, *_ = whole = tuple(name.split("."))
+            if first in FOREIGN or (first,) not in ends or path.startswith("integrations/deepspeed"):
+                continue
+            longest = max(end for end in range(1, len(whole) + 1) if whole[:end] in ends)
+            below = whole[longest:]
+            texts = "".join(tree[each] for each in ends[whole[:longest]])
+            if not all(re.search(rf"\b{part}\b", texts) for part in below):
+                lost.append(f"{path}: {name}")
+    assert sorted(lost) == []

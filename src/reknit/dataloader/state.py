@@ -1,8 +1,8 @@
 """The state of a data loader as entries: one value that all ranks share, and a value for each shard.
 
-A loader is recognised by its methods (`dataloader.protocols`).  The coordinate of a shard records where the
-shard was read, and the number of its remaining items.  With these coordinates alone, every rank finds the
-shards that it continues with, and reads no others.
+A loader is recognised by its methods (`walk.own_code.is_loader`).  The coordinate of a shard records where
+the shard was read, and the number of its remaining items.  With these coordinates alone, every rank finds
+the shards that it continues with, and reads no others.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class ActionProgress(NamedTuple):
 class Recorder:
     """Collects the phases of one action (``"save"``, ``"load"``, ...) of one rank, for the sinks.
 
-    It also counts the bytes that have been moved and that are expected; see `monitor.progress`.
+    It also counts the bytes that have been moved and that are expected; see `events.progress`.
     """
 
     action: str

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reknit.events.phase import ActionProgress, Recorder
 
     Start = Callable[[str, Callable[[], None]], object]
-    """`engine.pipeline.start`: runs a function in a thread of the given name."""
+    """`system.start_thread`: runs a function in a thread of the given name."""
 
 
 _log = logging.getLogger("reknit")
