@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reknit.storage.local.store import LocalStorage, LocalWriter
+from reknit.storage.local.store import LocalStorage
+from reknit.storage.local.writer import LocalWriter
 from reknit.storage.registry import register
 
 if TYPE_CHECKING:

@@ -88,8 +88,8 @@ def read_call(
     if wrong is not None:
         return task
     try:
-        recipe(path)  # raises the error that `place_of` passes over
         check_state(state)
+        recipe(path)  # raises the error that `place_of` passes over
         warn_of_loose_tensors(state)
         check_metadata(task.metadata)
         check_flag("wait", wait)

@@ -199,9 +199,9 @@ class Here:
         committed.keep_found(task.storage, assigned.earlier)
         self.write_id, self._claimed, self._assigned = assigned.write_id, claimed, assigned
         self._enter(COMMIT, merge_receipts, self.write_id)
+        check = task.options.check_replicas
         if assigned.differing:
             with task.recorder.phase("plan"):
-                check = task.options.check_replicas
                 self._copies = split(claimed.copies, assigned.differing, task.group.rank, check)
         return assigned
 
