@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reknit.storage.local.store import LocalStorage
-from reknit.storage.local.writer import LocalWriter
 from reknit.storage.registry import register
 
 if TYPE_CHECKING:
     from reknit.options import Durability
+    from reknit.storage.local.writer import LocalWriter
 
 SCHEME = "held"
 
