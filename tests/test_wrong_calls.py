@@ -260,7 +260,7 @@ def test_what_fails_in_one_process_is_told_once_and_shortly(path: Path) -> None:
         reported = "".join(traceback.format_exception(caught.value))
         assert reported.count(caught.value.message) == 1
         assert "direct cause" not in reported
-        assert reported.count("\n  File ") < 14
+        assert reported.count("\n  File ") < 12
 
 
 # Options that mean nothing in a call.

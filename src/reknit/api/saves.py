@@ -216,13 +216,10 @@ def save_in_run(
     )
     try:
         if wait:
-            from reknit.engine.saving.here import (  # saves in the background need none of it
-                EarlierSaves,
-                Here,
-            )
+            from reknit.engine.saving.here import EarlierSaves, Here  # no background save needs it
 
-            url, saves = task.place.url, backgrounds_of(task.group)
-            task.after = [each for background in saves for each in background.under_way(url)]
+            url = task.place.url
+            task.after = [save for each in backgrounds_of(task.group) for save in each.under_way(url)]
             here = Here(task, _earlier.setdefault(task.group, EarlierSaves()))
             with closing(task):
                 with task.recorder.whole(), progress(task.recorder, start_thread, wanted=options.progress):

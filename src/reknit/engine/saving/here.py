@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -106,7 +106,7 @@ class Here:
         self.totals = SaveTotals(0, 0, 0, 0, ())
         self.blocked_s = 0.0
         self.write_id = ""
-        self._subject, self._tuner = subject, tuner
+        self._subject, self._tuner, self._in_round = subject, tuner, False
         self.sent = False
         """Whether the receipt may be on its way to the root."""
         self._copies = EQUAL
@@ -119,12 +119,16 @@ class Here:
 
         After an error none of the files is left, unless they may still become part of a checkpoint.
         """
-        task, begun = self.task, monotonic()
+        begun = monotonic()
         try:
-            with ExitStack() as self._round:
+            with ExitStack() as self._phase:
                 if not self._alone:
                     self._enter(ASSIGN, merge_claims, self._subject, opens=True)
-                yield
+                try:
+                    yield
+                except BaseException:
+                    with self._turn if self._in_round else nullcontext():  # the other ranks receive it
+                        raise
         except BaseException as error:  # Ctrl-C too: the files are part of a checkpoint, or litter
             self.coordinator.give_up()  # before the manifest is read, which is final from then on
             if not self.clean_up(error).committed:
@@ -135,7 +139,7 @@ class Here:
                 0, [f"the checkpoint is committed, but the root's answer was lost: {error}"]
             )
         with suppress(ReknitError):  # files that stay take space until the next save to this path
-            clear_own_host(task.storage, task.group, self.write_id)
+            clear_own_host(self.task.storage, self.task.group, self.write_id)
         self._keep_results()
         self.blocked_s = monotonic() - begun
 
@@ -250,24 +254,22 @@ class Here:
 
     def report(self) -> SaveReport:
         """Return the report of a save that is committed."""
-        task = self.task
         return SaveReport(
-            path=task.storage.url,
-            step=task.step,
+            path=self.task.storage.url,
+            step=self.task.step,
             write_id=self.write_id,
-            phases=tuple(task.recorder.records),
+            phases=tuple(self.task.recorder.records),
             blocked_s=self.blocked_s,
             **self.totals._asdict(),
         )
 
     def _enter(self, name: str, merge: comm.Merge, subject: str, *, opens: bool = False) -> None:
         """Enter a round of this save, after the one before."""
-        task = self.task
-        self._round.close()
+        group, seconds, self._in_round = self.task.group, self.task.options.timeout_s, True
+        self._phase.close()
         if name == COMMIT or not self._in_agent:  # no trainer waits while an agent waits for other agents
-            self._round.enter_context(task.recorder.phase(name))
-        turn = comm.turn(task.group, name, task.options.timeout_s, merge=merge, subject=subject, opens=opens)
-        self._turn = self._round.enter_context(turn)
+            self._phase.enter_context(self.task.recorder.phase(name))
+        self._turn = comm.turn(group, name, seconds, merge=merge, subject=subject, opens=opens)
 
     def clean_up(self, error: BaseException) -> Fate:
         """Delete the files of this rank, unless they are part of a checkpoint, or may become so."""
