@@ -12,6 +12,8 @@ from reknit.errors import UsageError, did_you_mean, typed_shortage, without_secr
 from reknit.system import without_collections
 from reknit.types.entry import REMEDY
 
+__version__ = "0.2.0.dev0"
+
 _STUB = __spec__.loader.get_data(f"{__path__[0]}/__init__.pyi")  # by the loader, which may read an archive
 _HOMES = {
     alias.name: str(statement.module)
@@ -57,11 +59,6 @@ for _name in ("reknit", "reknit.comm"):  # a filter has no effect on loggers bel
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        globals()[name] = found = version("reknit")
-        return found
     if name not in _HOMES:
         if _is_module(name):  # such as reknit.storage, which a name that was used before may have imported
             return import_module(f"{__name__}.{name}")

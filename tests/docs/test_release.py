@@ -128,12 +128,12 @@ def test_a_wrong_call_of_the_release_script_is_answered_with_the_right_one() -> 
 def test_a_release_is_refused_while_its_changelog_lacks_fragments(tmp_path: Path) -> None:
     for name, text in {
         "scripts/release": (ROOT / "scripts/release").read_text(),
-        "pyproject.toml": 'version = "9.9.9"\n',
+        "src/reknit/__init__.py": '__version__ = "9.9.9"\n',
         "CITATION.cff": "version: 9.9.9\n",
         "CHANGELOG.md": "## 9.9.9 (2026-01-31)\n\nIt is new.\n",
         "changelog.d/store.added.md": "A store is new.\n",
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     git = ["git", "-c", "user.name=Ada", "-c", "user.email=ada@forge.example", "-C", str(tmp_path)]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "Release 9.9.9"]):
