@@ -109,7 +109,8 @@ def exchanges(
         )
         carrier = carried_by(hall, me) if division.num_turns else None
         if carrier is not None:
-            carrier.reserve(*largest(me, part, num_steps)[:2])
+            sizes = largest(me, part, num_steps)
+            carrier.reserve(sizes.sent, sizes.received)
         jobs = (private or {}).get(me, [])
         exchange = Exchange(
             rank=me,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reknit.engine.loading.match import Fill, match, require_fit, uncovered
+from reknit.engine.loading.match import Fill, Problems, match, require_fit, uncovered
 from reknit.engine.messages import LoadRequest
 from reknit.errors import CorruptError, MismatchError
 from reknit.options import LoadOptions
@@ -62,7 +62,7 @@ def test_what_has_the_same_name_shape_and_dtype_is_filled() -> None:
     want = shard("w", F32, box)
     fills, problems = match(index_of(v=F32, w=F32), wanted(want), LoadOptions())
     assert fills == [Fill("m/w", 1, box, want.data, False)]
-    assert problems == ([], [], {}, [], [])
+    assert problems == Problems([], [], {}, [], [])
 
 
 def test_what_has_no_name_or_another_shape_or_dtype_is_told() -> None:

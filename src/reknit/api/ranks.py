@@ -8,9 +8,11 @@ import sys
 import weakref
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from msgspec import Struct
 
 from reknit import plugins, system
 from reknit.comm.group import SoloGroup, barrier, quietly
@@ -74,7 +76,7 @@ _trees: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=lambda: system.inherited.update(_trees))
 
 
-class Ranks(NamedTuple):
+class Ranks(Struct, frozen=True):
     """The group of ranks that act together, their ranks in torch, and the transport of bytes between them."""
 
     group: Group

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+from msgspec import Struct
+
 from reknit.errors import DeadlineError, ReknitError, shortage, without_secrets
 from reknit.events.outlet import flush
 from reknit.events.records import HOST, MOVING, PhaseRecord, StorageRecord
@@ -40,8 +42,7 @@ retries: ContextVar[int] = ContextVar("reknit.retries", default=0)
 """The number of repeated operations of stores in this thread so far."""
 
 
-@dataclass(slots=True)
-class Running:
+class Running(Struct):
     """A phase under way; add the bytes that it moves to `nbytes`, and write other facts into `detail`."""
 
     nbytes: int = 0

@@ -6,10 +6,11 @@ import json
 import re
 import struct
 from math import prod
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import CorruptError, FormatError, StateError
 from reknit.format.checksum import FORMAT_VERSION
@@ -68,7 +69,7 @@ _FROM_NATIVE = {native: dtype for dtype, native in NATIVE.items()}
 _Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_NBYTES)]
 
 
-class HeaderEntry(NamedTuple):
+class HeaderEntry(Struct, frozen=True):
     """A chunk in a data file: `nbytes` bytes at `start`, counted from the end of the header."""
 
     key: str
@@ -78,7 +79,7 @@ class HeaderEntry(NamedTuple):
     nbytes: int
 
 
-class Header(NamedTuple):
+class Header(Struct, frozen=True):
     """The header of a data file; its tensor bytes begin at `data_start` in the file.
 
     `unknown` has the names of entries of other programs, with dtypes that no tensor of reknit has.

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
+from msgspec import Struct
 
 from reknit import plugins
 from reknit.errors import ReknitError, StateError, UsageError, shortage
@@ -292,7 +293,7 @@ class CustomAdapter(Adapter):
         return StateError(f"the framework {type(self._framework).__name__} {what} for {at}", remedy=remedy)
 
 
-class _Tensor(NamedTuple):
+class _Tensor(Struct, frozen=True):
     """All boxes of one tensor, as the framework returned them, each with its memory."""
 
     place: Place

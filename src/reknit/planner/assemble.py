@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import CommitError
 from reknit.planner.columns import Blocks, spread
@@ -35,7 +36,7 @@ class Differing(NamedTuple):
     ranks: list[int]
 
 
-class _Groups(NamedTuple):
+class _Groups(Struct, frozen=True):
     """Rows of all ranks by copy and rank: `first` of each copy's, and the least and the greatest digest."""
 
     order: Ints
@@ -136,7 +137,7 @@ def assemble(chunks: RankColumns) -> tuple[Index, list[str]]:
     return _with_aliases(index, sorted(chunks.tables["aliases"])), warnings
 
 
-class ChunkFiles(NamedTuple):
+class ChunkFiles(Struct, frozen=True):
     """The data files of all ranks: each one's rank, its item (a number of `items`) and its part."""
 
     items: list[str]

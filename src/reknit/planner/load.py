@@ -6,6 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.planner.pieces import (
     Pieces,
@@ -32,7 +33,7 @@ MANY = 4
 """Fewer runs in a cell become ranges of their own, which ranks that want the same ones can share."""
 
 
-class CutPieces(NamedTuple):
+class CutPieces(Struct, frozen=True):
     """Pieces to be read from first to last byte (`whole`), and pieces to be read by their runs (`strided`).
 
     `reads` take the runs, and number the pieces of `strided` from 0.  `nbytes_wasted` of all that is read so
@@ -78,7 +79,7 @@ def cut_exactly(pieces: Pieces, index: Index, gap: int, waste: float, cell_nbyte
     return CutPieces(whole, pieces.rows(strided), reads, inside + shared.nbytes_wasted)
 
 
-class _SharedRanges(NamedTuple):
+class _SharedRanges(Struct, frozen=True):
     """Which pieces lie in a byte range that several pieces share, at least one of them with holes.
 
     For each piece: whether it is a `member` of such a range, whether that range is to be read `whole`, and

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import ProtocolError
 from reknit.planner.pieces import reach_before
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Fetches(NamedTuple):
+class Fetches(Struct, frozen=True):
     """Byte ranges in order of file and start, and who wants each.
 
     Fetch `f` is wanted by `rank[first[f]:first[f + 1]]`, in order of host, then of rank; `wanted` says how
@@ -211,7 +212,7 @@ class Reads(NamedTuple):
     nbytes: NDArray[np.int64]
 
 
-class Costs(NamedTuple):
+class Costs(Struct, frozen=True):
     """Speeds per rank while all ranks are busy, in bytes per second.
 
     `read`: from storage.  `copy`: from memory to memory.  `network`: between hosts.
@@ -252,7 +253,7 @@ class FetchTable(NamedTuple):
     remote: NDArray[np.int64]
 
 
-class Division(NamedTuple):
+class Division(Struct, frozen=True):
     """The part of every rank, and the number of exchanges between hosts."""
 
     parts: tuple[FetchTable, ...]
@@ -310,7 +311,7 @@ def fetch_of(reads: Reads, part: FetchTable) -> NDArray[np.int64]:
     return found
 
 
-class _Routes(NamedTuple):
+class _Routes(Struct, frozen=True):
     """How fetches reach hosts: a row for each fetch and host that wants it, in order of fetch and host.
 
     `first` cuts the rows of `Fetches.rank` by fetch and host.  `source` is the rank that has the bytes first

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import CommitError
 from reknit.planner.columns import spread
@@ -71,7 +72,7 @@ _EXACT = 2.0**61
 """Positions below this stay different in 64 bits with one to spare, however they were rounded on the way."""
 
 
-class Gap(NamedTuple):
+class Gap(Struct, frozen=True):
     """A tensor that its chunks do not tile: they hold `held` of its `numel` elements."""
 
     tensor: int

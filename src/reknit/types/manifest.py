@@ -55,7 +55,7 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class Chunk(NamedTuple):
+class Chunk(Struct, frozen=True):
     """A box of a tensor and the extent that holds it, row-major and little-endian."""
 
     box: Box

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reknit.types.devices import Barrier
 
 
-class WriteEntry(NamedTuple):
+class WriteEntry(Struct, frozen=True):
     """A box that a rank writes.
 
     It is the `numel` elements from element `first` (row-major) of shard number `shard`, which are the global
@@ -42,7 +42,7 @@ class WriteEntry(NamedTuple):
     nbytes: int
 
 
-class FilePlan(NamedTuple):
+class FilePlan(Struct, frozen=True):
     """A data file that a rank writes: entries end to end, largest elements first, then by name and place."""
 
     item: str
@@ -277,7 +277,7 @@ class Blob(msgspec.Struct, frozen=True):
     coordinate: Mapping[str, int] | None = None
 
 
-class Witness(NamedTuple):
+class Witness(Struct, frozen=True):
     """A value whose copy this rank holds; the main copy of another rank is saved."""
 
     item: str
@@ -355,8 +355,7 @@ class Holdings:
     known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Tagged:
+class Tagged(Struct, frozen=True):
     """A value of a type of some framework, in a neutral form.
 
     `tag` names the type (``"torch.dtype"``, ``"torch.tensor"``, ...), and `value` is made of types of the

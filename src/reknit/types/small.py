@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 
 import msgspec
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -47,7 +48,7 @@ _PER_HOLE = 8
 """Gaps are named if the number of ranks is at least so many times the number of gaps."""
 
 
-class _NumberRange(NamedTuple):
+class _NumberRange(Struct, frozen=True):
     """The numbers from `low` to `high`, both included."""
 
     low: int

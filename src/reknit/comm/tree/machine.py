@@ -10,8 +10,9 @@ broken, a machine stays broken: no round can succeed without the lost rank.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from msgspec import Struct
 
 from reknit.comm import round_errors
 from reknit.comm.rank_messages import Heading, Hello, Parcel, too_large
@@ -24,20 +25,20 @@ if TYPE_CHECKING:
     from reknit.comm.rank_messages import Outcome, Report
 
 
-class SendReport(NamedTuple):
+class SendReport(Struct, frozen=True):
     """To do: send a report to the rank above."""
 
     report: Report
 
 
-class SendOutcome(NamedTuple):
+class SendOutcome(Struct, frozen=True):
     """To do: send a child the outcome of a round, as the answer to its report of that round."""
 
     child: int
     outcome: Outcome
 
 
-class Refuse(NamedTuple):
+class Refuse(Struct, frozen=True):
     """To do: answer the report that just arrived, if its sender waits, with the reason for its refusal.
 
     If messages may arrive twice, there is nothing to do, since the child's first report was taken.
@@ -46,27 +47,27 @@ class Refuse(NamedTuple):
     error: ReknitError
 
 
-class Decide(NamedTuple):
+class Decide(Struct, frozen=True):
     """To do, on rank 0: find the answers for all ranks, and call `RoundMachine.decided` with them."""
 
     number: int
     requests: list[bytes]
 
 
-class RoundDone(NamedTuple):
+class RoundDone(Struct, frozen=True):
     """To do: end this rank's round; `outcome` holds its own answer alone, or the error to raise."""
 
     number: int
     outcome: Outcome
 
 
-class Warn(NamedTuple):
+class Warn(Struct, frozen=True):
     """To do: log, as a warning, that other ranks have not made the call that this round opens."""
 
     text: str
 
 
-class Notify(NamedTuple):
+class Notify(Struct, frozen=True):
     """To do: send the parent or a child the error that broke the group (its `RoundMachine.break_off`)."""
 
     rank: int
@@ -76,8 +77,7 @@ class Notify(NamedTuple):
 Effect: TypeAlias = SendReport | SendOutcome | Refuse | Decide | RoundDone | Warn | Notify
 
 
-@dataclass(eq=False, slots=True)
-class _Visit:
+class _Visit(Struct, eq=False):
     """A child's report, until its round is over here; `left` is set once the child has stopped waiting."""
 
     report: Report
@@ -210,8 +210,7 @@ class Subtree:
         return shares
 
 
-@dataclass(eq=False, slots=True)
-class _Round:
+class _Round(Struct, eq=False):
     """The round that this rank is in: it collects reports, then decides, or waits for the outcome.
 
     `until` is the deadline of that state, `notice_at` the time of a notice that ranks are missing; `settling`

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 from reknit.comm import round_errors
 from reknit.comm.meeting.rendezvous import has_ended
@@ -43,8 +44,7 @@ class Above(Protocol):
         """Send the parent the error that broke the group."""
 
 
-@dataclass(eq=False, slots=True)
-class Visit:
+class Visit(Struct, eq=False):
     """One call of a child that waits here: its report, and then its outcome, or that the child hung up."""
 
     report: Report

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from reknit import plugins
@@ -38,7 +39,7 @@ BATCH_NBYTES = 64 << 20
 """Bytes of each of two tensors that are compared at a time."""
 
 
-class _TiedPair(NamedTuple):
+class _TiedPair(Struct, frozen=True):
     """A wanted part of a tensor, and the tensor that is tied to it, by their numbers."""
 
     alias: int
@@ -110,7 +111,7 @@ def _is_one(index: Index, alias: int, tied: int) -> bool:
     return np.array_equal(ours, theirs)
 
 
-class Sought(NamedTuple):
+class Sought(Struct, frozen=True):
     """The entries that a rank takes of a checkpoint.
 
     `checkpoint` has the items of the rank; except on the root, its index has no rows yet.  With transforms,

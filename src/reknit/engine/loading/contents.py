@@ -62,7 +62,7 @@ _SMALL_NBYTES = 64 << 10
 _FAR = (1 << 63) - 1
 
 
-class Reach(NamedTuple):
+class Reach(Struct, frozen=True):
     """A box around the wanted parts of each tensor of a rank's index: from `low` up to `high`, excluded."""
 
     low: Ints
@@ -276,7 +276,7 @@ _MOST_SENT = 16 << 20
 """Bytes of files of values that the root sends to other ranks; it and they have a few copies meanwhile."""
 
 
-class RootMetadata(NamedTuple):
+class RootMetadata(Struct, frozen=True):
     """On the root: the items that any rank loads, and the answer to each rank.
 
     Ranks with the same request share one answer, which is sent once.  `tensors` are all tensors of the

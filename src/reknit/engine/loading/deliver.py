@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.engine.memory.elements import address, contiguous_bytes, convert, deliver
 from reknit.engine.memory.images import Sources
@@ -27,7 +28,7 @@ DIRECT_NBYTES = 32 << 10
 """A run of at least this size is read straight into its target; a smaller run is cheaper to copy."""
 
 
-class ReadPart(NamedTuple):
+class ReadPart(Struct, frozen=True):
     """A piece of the plan: its number there, and its bytes `low` up to `high` of a file.
 
     `direct` has the bytes of the target if the piece is one run, in memory and in the file, without a
@@ -42,7 +43,7 @@ class ReadPart(NamedTuple):
     address: int = 0
 
 
-class Rectangle(NamedTuple):
+class Rectangle(Struct, frozen=True):
     """A row of `LoadPlan` in Python numbers, without padding; `start` is the start of the chunk."""
 
     wanted: int

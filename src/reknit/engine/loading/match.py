@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import CorruptError, MismatchError, ReknitError
 from reknit.planner.tiling import SHOWN, untiled
@@ -45,7 +46,7 @@ class Fill(NamedTuple):
     cast: bool
 
 
-class Problems(NamedTuple):
+class Problems(Struct, frozen=True):
     """The entries that do not fit, as (item/fqn, reason).
 
     `damaged` has sentences about the files of the checkpoint.  `refused` has quantized tensors that floats

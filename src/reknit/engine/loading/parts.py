@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
@@ -81,7 +80,7 @@ class LoadPart(Struct):
         return [f.name for number, f in enumerate(self.fills) if number not in whole and f.box.numel]
 
 
-class PlannedReads(NamedTuple):
+class PlannedReads(Struct, frozen=True):
     """The reads of a rank: those for objects, if there are any, which come first, and all others."""
 
     early: LoadPart | None
@@ -99,7 +98,7 @@ class PlannedReads(NamedTuple):
         return [early, late] if decision.early else [late]
 
 
-class FillStep(NamedTuple):
+class FillStep(Struct, frozen=True):
     """The work of a rank in a round: to read its part, with its share in the reads of others, and deliver."""
 
     name: str
@@ -204,8 +203,7 @@ def fill(task: LoadTask, step: FillStep, late: LoadPart) -> messages.Stopped:
     return messages.Stopped(group.rank)
 
 
-@dataclass
-class _Target:
+class _Target(Struct):
     """The target of a rank, and whether reknit has begun to deliver values into it."""
 
     reader: RangeReader

@@ -8,6 +8,8 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import Struct
+
 from reknit.engine import messages
 from reknit.engine.loading.collect import unused_made_names
 from reknit.engine.loading.contents import hand_out
@@ -148,7 +150,7 @@ class _NameSplit(NamedTuple):
     rest: str
 
 
-class _Guess(NamedTuple):
+class _Guess(Struct, frozen=True):
     """A way from names of the checkpoint to names of the target: their number, a hint, and the rule."""
 
     found: int
@@ -248,7 +250,7 @@ def _parted(names: Collection[str]) -> Sequence[_NameSplit]:
 logger = logging.getLogger("reknit")
 
 
-class RowAnswers(NamedTuple):
+class RowAnswers(Struct, frozen=True):
     """On rank 0: the whole metadata, the entries that rank 0 itself takes, and all answers."""
 
     whole: RootMetadata

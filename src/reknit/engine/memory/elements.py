@@ -7,9 +7,10 @@ import sys
 import threading
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.format.checksum import digest
 from reknit.types import devices
@@ -288,7 +289,7 @@ _FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 """Odd numbers without a pattern in their bits."""
 
 
-class Range(NamedTuple):
+class Range(Struct, frozen=True):
     """`numel` elements from element `first` of a contiguous `bits` array, at least a line of bytes."""
 
     source: Any
@@ -347,7 +348,7 @@ def _mixed(words: Any) -> Any:
     return mixed.mul_(_FACTORS[1])
 
 
-class _Lines(NamedTuple):
+class _Lines(Struct, frozen=True):
     """Some lines of the range with a number."""
 
     number: int

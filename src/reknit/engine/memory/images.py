@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.engine.memory.devices import queue
 from reknit.engine.memory.elements import address, bits, contiguous_bytes, itemsize, rectangle, stage
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
-class EntryRow(NamedTuple):
+class EntryRow(Struct, frozen=True):
     """The part of a shard in a file: `numel` elements from `first` on, in `nbytes` bytes at `start`."""
 
     shard: int

@@ -7,9 +7,10 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import DeadlineError, ShortageError, UsageError
 from reknit.events.phase import Deadline, monotonic
@@ -65,7 +66,7 @@ def borrowed(nbytes: int) -> Iterator[Arena]:
         _spare.append(arena)
 
 
-class Span(NamedTuple):
+class Span(Struct, frozen=True):
     """A range of one file, and its place in an arena.
 
     `file` is the number of the file, `start` and `nbytes` its range, and `at` the offset in the arena.  Span

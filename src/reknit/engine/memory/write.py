@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -301,16 +300,14 @@ _IDLE = 0.2
 """Share of the workers' time that waits for bytes may take in a window that counts as a measurement."""
 
 
-@dataclass
 class _Writing:
     """Files that are being written; most fields are arguments of `write_files`."""
 
-    storage: Storage
-    source: ByteSource
-    recorder: Recorder
-    earlier: UnchangedFiles | None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, storage: Storage, source: ByteSource, recorder: Recorder, earlier: UnchangedFiles | None
+    ) -> None:
+        """Use `write_files`."""
+        self.storage, self.source, self.recorder, self.earlier = storage, source, recorder, earlier
         self.files: list[OutgoingFile] = []
         self.taken: dict[int, Written] = {}
         self.left: deque[FileRange] = deque()

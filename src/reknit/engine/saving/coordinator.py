@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from reknit.engine import messages
@@ -218,7 +219,7 @@ INDEXES_KEPT = 2
 """Number of assembled indexes that the root keeps, since a job may save two states in turn."""
 
 
-class Assembled(NamedTuple):
+class Assembled(Struct, frozen=True):
     """An index without the names of its files, which differ between saves."""
 
     nameless: Index
@@ -230,7 +231,7 @@ class Assembled(NamedTuple):
         return replace(self.nameless, files=_paths(self.files, write_id))
 
 
-class _EncodedIndex(NamedTuple):
+class _EncodedIndex(Struct, frozen=True):
     """The bytes of an index, and the warnings from its assembly."""
 
     data: bytes

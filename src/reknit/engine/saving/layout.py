@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
+from msgspec import Struct
 
 from reknit.engine import messages
 from reknit.engine.memory.devices import Transfer
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import FilePlan, Holdings
 
 
-class OutlinedFile(NamedTuple):
+class OutlinedFile(Struct, frozen=True):
     """A planned data file, with `write_id` in its header; all ids have the same length."""
 
     plan: FilePlan
@@ -38,7 +39,7 @@ class OutlinedFile(NamedTuple):
         return len(self.header) + self.plan.nbytes
 
 
-class Outline(NamedTuple):
+class Outline(Struct, frozen=True):
     """The data files of a rank, and their chunks in the form of its receipt."""
 
     rank: int
@@ -59,7 +60,7 @@ class Outline(NamedTuple):
         ]
 
 
-class Owners(NamedTuple):
+class Owners(Struct, frozen=True):
     """The owners of the shards that a rank claimed, with the outlines of its earlier saves.
 
     `plan` stands for the files of its layout under these owners, and may have an outline in `outlines`.
@@ -70,7 +71,7 @@ class Owners(NamedTuple):
     outlines: Mapping[bytes, Outline]
 
 
-class LiveFiles(NamedTuple):
+class LiveFiles(Struct, frozen=True):
     """The data files of a rank in one save: their outline, and their bytes in live memory.
 
     `items` are those of the rank, also without a file.  `sources` are the `bits` of its shards.  `is_known`

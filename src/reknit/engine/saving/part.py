@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
@@ -72,7 +72,7 @@ class EncodedHoldings(Struct, frozen=True, dict=True):
         return replace(self.holdings, shards=tuple(shards), known={})
 
 
-class EncodedFile(NamedTuple):
+class EncodedFile(Struct, frozen=True):
     """A file of blobs that a rank writes."""
 
     item: str
@@ -192,7 +192,7 @@ CopyNote = tuple[str, str, str]
 """Item and FQN of a tensor with different values on some ranks, and these ranks."""
 
 
-class CopySplit(NamedTuple):
+class CopySplit(Struct, frozen=True):
     """The decision of a rank about differing copies: values that it keeps, and tensors that it cannot."""
 
     blobs: list[messages.EncodedBlob]
@@ -203,7 +203,7 @@ class CopySplit(NamedTuple):
 EQUAL = CopySplit([], [], [])
 
 
-class Chosen(NamedTuple):
+class Chosen(Struct, frozen=True):
     """The shards that a rank compares, the same at every save of a layout.
 
     `numbers` begins with the `num_kept` shards whose values it keeps if they differ.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
+from msgspec import Struct
 
 from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
@@ -127,7 +128,7 @@ class _KnownFile(NamedTuple):
     sample: int | None
 
 
-class _KnownCheckpoint(NamedTuple):
+class _KnownCheckpoint(Struct, frozen=True):
     """The files that a rank has in a committed checkpoint, by item and part."""
 
     storage: Storage

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.engine.memory.workers import borrowed, run_jobs
 from reknit.engine.messages import StoppedError
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 
-class Sharing(NamedTuple):
+class Sharing(Struct, frozen=True):
     """How this rank takes part.
 
     `rows[k]` are the reads (numbers of the plan) that row `k` of `part` contains, `paths[k]` is its file.

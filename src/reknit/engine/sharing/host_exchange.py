@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.engine.messages import StoppedError
 from reknit.engine.sharing.tracker import OTHER_HOSTS, Arrival, HeldFetch, RingSlot
@@ -58,7 +59,7 @@ class Carrier(Protocol):
         """Send and receive bytes, both packed in the order of ranks: so many to, and from, each rank."""
 
 
-class Sizes(NamedTuple):
+class Sizes(Struct, frozen=True):
     """Most bytes that a rank sends and receives in one step, and receives in one exchange."""
 
     sent: int

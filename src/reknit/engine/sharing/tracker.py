@@ -20,6 +20,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from msgspec import Struct
+
 from reknit.engine.messages import StoppedError
 from reknit.errors import CommError, DeadlineError, UsageError, shortage
 from reknit.events.phase import Deadline
@@ -50,7 +52,7 @@ class RingSlot:
         self.holds: set[int] = set()
 
 
-class HeldFetch(NamedTuple):
+class HeldFetch(Struct, frozen=True):
     """A fetch in a slot, from byte `at` of the ring on, and who has not copied it yet.
 
     That can be this rank itself, and `OTHER_HOSTS`.
@@ -121,7 +123,7 @@ class LinkListener(Protocol):
         """Take the error of the link itself, after which no call follows."""
 
 
-class _Peer(NamedTuple):
+class _Peer(Struct, frozen=True):
     """A rank from which this one takes: the connection that it made, and its ring."""
 
     socket: socket.socket

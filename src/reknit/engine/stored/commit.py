@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct
 
 from reknit.engine.memory.write import discard
 from reknit.engine.stored.at_path import check_absent, committed, is_committed, manifest_in, size_of
@@ -394,7 +396,7 @@ def _place_over_tombstone(storage: Storage, mine: Marker, data: bytes) -> bool:
     return placed
 
 
-class Fate(NamedTuple):
+class Fate(Struct, frozen=True):
     """The fate of a commit that ended with an error on this rank."""
 
     committed: bool

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from reknit.errors import ProtocolError
@@ -33,7 +34,7 @@ MAX_LISTED_FILES, MAX_LISTED_BLOCKS = 128, 2048
 """Limits of the files and blocks in a manifest of about 64 KiB; a larger table goes into the index."""
 
 
-class ManifestContent(NamedTuple):
+class ManifestContent(Struct, frozen=True):
     """The files that ranks wrote, in the order of ranks, with the rank of each; `urls` has the URL by rank.
 
     `kept` has item and FQN of the tensors that ranks keep as values of their own.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from time import sleep
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from msgspec import Struct
+
 from reknit.engine.memory.write import discard
 from reknit.engine.stored.at_path import check_absent, is_committed, size_of
 from reknit.engine.stored.removals import outlast_removal
@@ -158,7 +160,7 @@ def fenced_off(storage: Storage, mine: Marker) -> CommitError:
     )
 
 
-class Begun(NamedTuple):
+class Begun(Struct, frozen=True):
     """A save that may yet commit: its folder, the marker in it, and the generation of its run."""
 
     folder: Storage
@@ -194,7 +196,7 @@ def named(begun: Sequence[Begun]) -> str:
     return ", ".join(each.url for each in newest[:_MOST_NAMED]) + more
 
 
-class _Outrun(NamedTuple):
+class _Outrun(Struct, frozen=True):
     """A file that shows a newer run than that of a save, and its generation."""
 
     path: str

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Struct
 
 from reknit.errors import (
     StorageError,
@@ -52,7 +53,7 @@ _SAYS = re.compile(rb"(?:\xef\xbb\xbf)?\s*[\[{]\s*[^\s\]}]")
 """A JSON document with something in it."""
 
 
-class FoundManifest(NamedTuple):
+class FoundManifest(Struct, frozen=True):
     """A file with the name of a manifest: its first bytes, and whether it is of reknit, damaged or not."""
 
     ours: bool

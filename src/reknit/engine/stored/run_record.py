@@ -26,6 +26,8 @@ from contextlib import closing, suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import Struct
+
 from reknit.errors import (
     CommitError,
     FencedError,
@@ -52,14 +54,14 @@ class Branch(NamedTuple):
     step: int
 
 
-class Start(NamedTuple):
+class Start(Struct, frozen=True):
     """The step after which a branch begins, and the generation of its save."""
 
     step: int
     generation: int | None
 
 
-class _Span(NamedTuple):
+class _Span(Struct, frozen=True):
     """A part of a line: generations from `first` to before `end`, and numbers above `above` up to `upto`."""
 
     first: int
@@ -155,7 +157,7 @@ def _name_process() -> None:
 os.register_at_fork(after_in_child=_name_process)
 
 
-class Run(NamedTuple):
+class Run(Struct, frozen=True):
     """A run, as its saves carry it: a function that opens the store of its folder, and its record there."""
 
     open: Callable[[], Storage]
@@ -356,7 +358,7 @@ def _pids() -> str | None:
         return None
 
 
-class Owner(NamedTuple):
+class Owner(Struct, frozen=True):
     """The process that opened a run, as its record has it.
 
     `beats` is whether the process gives signs of life, which an earlier version never did.  `process` has

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import CorruptError
 from reknit.types.manifest import Index, TensorEntry
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
     Codes = NDArray[np.int32]
 
 
-class NumberedNames(NamedTuple):
+class NumberedNames(Struct, frozen=True):
     """A column of texts: distinct names, sorted, and the number of each row's."""
 
     names: list[str]
     codes: Codes
 
 
-class Lists(NamedTuple):
+class Lists(Struct, frozen=True):
     """A column of lists of numbers: the length of each row's list, and the members of all of them."""
 
     counts: NDArray[np.signedinteger]
     members: Ints
 
 
-class RowColumns(NamedTuple):
+class RowColumns(Struct, frozen=True):
     """The columns of an index file, which may contradict each other."""
 
     item: NumberedNames

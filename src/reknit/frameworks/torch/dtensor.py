@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from reknit.errors import StateError
 from reknit.frameworks.torch import torch_private
@@ -36,7 +37,7 @@ ORDER_REMEDY = (
 )
 
 
-class MeshPlaces(NamedTuple):
+class MeshPlaces(Struct, frozen=True):
     """The coordinate of this rank in a mesh, and its place in the process group of each dimension.
 
     `by_rank` is None if all groups along a dimension have one order: ranks with equal coordinates then have

@@ -20,6 +20,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from msgspec import Struct
 
 from reknit.errors import StateError
 from reknit.types.box import Box, flat_range_boxes
@@ -39,7 +40,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Numbers = tuple[int, ...]
 
 
-class DeclaredParts(NamedTuple):
+class DeclaredParts(Struct, frozen=True):
     """The shape of the larger tensor, and its boxes, each with its place in the local tensor."""
 
     shape: Numbers
@@ -298,7 +299,7 @@ def _back(values: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
 _REMEDY = "redistribute it to Shard or Replicate placements first"
 
 
-class Ragged(NamedTuple):
+class Ragged(Struct, frozen=True):
     """How many units of the leading dimensions `dims` each rank of mesh dimension `number` gets."""
 
     number: int

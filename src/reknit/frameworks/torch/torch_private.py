@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from reknit.types import devices
 
@@ -123,7 +125,7 @@ def group_name(group: Any) -> str:
     return str(group.group_name)
 
 
-class FlatMember(NamedTuple):
+class FlatMember(Struct, frozen=True):
     """A parameter inside the flat parameter of an FSDP1 unit.
 
     `names` are those below the unit's wrapped module, more than one if it is tied; `owner` is the module that
@@ -141,7 +143,7 @@ class FlatMember(NamedTuple):
     part: tuple[int, int, int] | None
 
 
-class FlatUnit(NamedTuple):
+class FlatUnit(Struct, frozen=True):
     """The flat parameter of an FSDP1 unit, of which each rank has a shard.
 
     `live` is the memory of this rank's shard, padding included.  `shard` is the tensor to which FSDP returns

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 from numpy.lib.stride_tricks import as_strided
 
 from reknit.errors import StateError
@@ -156,7 +156,7 @@ def _share(near: Sequence[int], shards: Sequence[Shard]) -> bool:
     return False
 
 
-class _JointMemory(NamedTuple):
+class _JointMemory(Struct, frozen=True):
     """The joint memory of arrays: its first address, its content in units, and a mark for each.
 
     A unit is a number of bytes, at most 8, that divides the address and the size of every element.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Catalog
 
 
-class Delivery(NamedTuple):
+class Delivery(Struct, frozen=True):
     """An action on the object at a place of the target; `kind` is its type."""
 
     place: Place
@@ -97,7 +97,7 @@ _CONTENT = "value"
 """The key under which other programs save the content of a box, such as a variable of Flax."""
 
 
-class FoundValue(NamedTuple):
+class FoundValue(Struct, frozen=True):
     """A saved value, or the reason `why` this rank has none."""
 
     value: Any
@@ -386,7 +386,7 @@ class Selecting(Walk):
         return place.fqn not in self.catalog.tensors.get(place.item, {})
 
 
-class FoundNumber(NamedTuple):
+class FoundNumber(Struct, frozen=True):
     """A number that was saved under names of a tensor, and the reason why it does not fit, or None."""
 
     places: list[Place]

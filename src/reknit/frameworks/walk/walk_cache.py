@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import islice
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from msgspec import Struct, field
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reknit.types.shard import Alias, Blob, Holdings, TensorSpec
 
 
-class SignedPart(NamedTuple):
+class SignedPart(Struct, frozen=True):
     """A value that an adapter collects whole, or tensors in a dict: those from its entry number `first` on.
 
     `end` counts the tensors of the signature up to there, and `num_values` the blobs.  `end` is None for a
@@ -176,7 +176,7 @@ NUM_KEPT = 4
 """Number of walks that are kept: of states with different items, or of different groups."""
 
 
-class _FoundPart(NamedTuple):
+class _FoundPart(Struct, frozen=True):
     """The results of a walk in one part of a state.
 
     The columns have all of its shards without their memory, which is that of the tensors numbered `memories`.
