@@ -235,7 +235,6 @@ SMALL = {
     "sinks.py": "public names",
     "stores/fsspec_protocols.py": "the protocols of fsspec, without the import of fsspec",
     "transforms/models.py": "the public name of rules that a plug-in has",
-    "transforms/names.py": "its function has the public name `transforms.names`",
     "types/dtype.py": "the table of element types",
 }
 """Modules of fewer than 60 code lines, and the reason of each."""

@@ -15,7 +15,8 @@ from reknit import Checkpointer
 from reknit.errors import CheckpointNotFoundError, MissingExtraError, UsageError
 from reknit.locations import location_text
 from reknit.plugins.framework import is_declared, is_dtensor, tree
-from reknit.plugins.trainer import Deadline, Kept, SoloGroup
+from reknit.plugins.store import Deadline
+from reknit.plugins.trainer import Kept, SoloGroup
 from reknit.policies import latest
 
 try:
