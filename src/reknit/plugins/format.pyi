@@ -4,9 +4,12 @@ from reknit.api.checks import open_checkpoint as open_checkpoint
 from reknit.engine.loading.match import require_covered as require_covered
 from reknit.engine.loading.read import plan_reads as plan_reads
 from reknit.engine.loading.read import read_boxes as read_boxes
-from reknit.engine.reports import other_files as other_files
 from reknit.engine.reports import unchecked as unchecked
+from reknit.engine.stored.at_path import check_absent as check_absent
 from reknit.engine.stored.file_checks import check_sizes as check_sizes
+from reknit.engine.stored.foreign import ForeignCheckpoint as ForeignCheckpoint
+from reknit.engine.stored.foreign import in_memory as in_memory
+from reknit.engine.stored.foreign import write_anew as write_anew
 from reknit.engine.stored.opening import Contents as Contents
 from reknit.engine.stored.opening import OpenCheckpoint as OpenCheckpoint
 from reknit.engine.stored.opening import opened as opened
@@ -34,7 +37,6 @@ from reknit.types.box import flat_range_boxes as flat_range_boxes
 from reknit.types.box import padded as padded
 from reknit.types.dtype import ITEMSIZE as ITEMSIZE
 from reknit.types.dtype import numpy_dtype as numpy_dtype
-from reknit.types.manifest import BlobFile as BlobFile
 from reknit.types.manifest import Extent as Extent
 from reknit.types.manifest import FileEntry as FileEntry
 from reknit.types.manifest import Index as Index

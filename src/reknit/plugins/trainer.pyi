@@ -3,8 +3,6 @@
 from reknit.api.ranks import AnyGroup as AnyGroup
 from reknit.api.ranks import acting as acting
 from reknit.comm.group import Group as Group
-from reknit.comm.group import SoloGroup as SoloGroup
-from reknit.comm.group import turn as turn
 from reknit.engine.stored.at_path import manifest_in as manifest_in
 from reknit.engine.stored.recognising import manifest_exists as manifest_exists
 from reknit.engine.stored.run_record import read_line as read_line
