@@ -23,7 +23,7 @@ from tests.running.examples import is_night
 if TYPE_CHECKING:
     from pathlib import Path
 
-run = partial(ranks.run, warm="transformers")
+run = partial(ranks.run, warm="trainers")
 
 pytestmark = needs("transformers", "transformers")
 
