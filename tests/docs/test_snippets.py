@@ -32,6 +32,7 @@ from tests.docs.outputs import (
 )
 from tests.docs.pages import ROOT, Block, blocks, commands
 from tests.ranks import Died, run
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     import io
@@ -47,6 +48,8 @@ ILLUSTRATED = {
 }
 # Tests of their own run the scripts on these pages.
 OWN_TESTS = {"docs/howto/fsdp2.md"}
+# By day the tests of these frameworks make the same calls.
+AT_NIGHT = {f"docs/howto/{name}.md" for name in ("bytecheckpoint", "fsdp1", "jax", "lightning", "orbax")}
 # Scripts of this repository set up, measure, or run these very tests.
 NOT_FOLLOWED = "scripts/"
 
@@ -67,12 +70,14 @@ OUTLIVED = {'python ended.py || echo "exit code $?"'}
 # Pages that show the output of their snippets and commands.
 WITH_OUTPUTS = ["docs/tutorial.md", "docs/howto/drills.md"]
 
+FOLLOWED = [name for name in NAMES if name not in {*WITH_OUTPUTS, *OWN_TESTS}]
+
 WRITE = "REKNIT_WRITE_OUTPUTS"
 """With this environment variable, pages with outputs get the real ones."""
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
-@pytest.mark.parametrize("page", [name for name in NAMES if name not in {*WITH_OUTPUTS, *OWN_TESTS}])
+@pytest.mark.parametrize("page", [name for name in FOLLOWED if is_night() or name not in AT_NIGHT])
 def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in FORKED_PAGES:
         run(1, follow_alone, page, str(tmp_path), warm=WARM[page], joined=False)

@@ -41,7 +41,7 @@ BY_PARAMETER = [name for name, (_, form, _) in SAVED.items() if form in (jobs.FU
 SAME: dict[str, dict[str, Layout]] = {name: {"same": layout} for name, (layout, _, _) in SAVED.items()}
 
 
-AT_NIGHT = ("fully-single-experts", "by-bucket-moe", "float16-moe", "fp32", *CUT_BY_MEGATRON)
+AT_NIGHT = ("by-bucket-moe", "float16-moe", "fp32", *CUT_BY_MEGATRON)
 CHOSEN = [name for name in SAVED if is_night() or name not in AT_NIGHT]
 
 GROUPS = {
