@@ -7,29 +7,24 @@ import statistics
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
 from benchmarks.gpu import run
 from benchmarks.gpu.measure import Bench
 from tests.accelerator import installed
-from tests.devices import every_device, on_simulated_own
-from tests.running.examples import is_night
+from tests.devices import every_device
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
 TINY = ["--gib", "0.002", "--width", "128", "--batch", "8", "--rounds", "1"]
 
 
-KINDS = (
-    every_device
-    if is_night()
-    else pytest.mark.parametrize("device_type", [pytest.param("sim", marks=on_simulated_own)])
-)
-
-
-@KINDS
+@every_device
+@at_night("torchrun/test_on_devices.py saves and loads on devices by day")
 def test_the_benchmark_runs_on_a_device_and_gives_no_speed_of_a_simulated_one(
     device_type: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from reknit.frameworks.numbers import same_value
 from tests import ranks
 from tests.integrations import lightning_hooks_job as jobs
 from tests.optional import needs
-from tests.running.examples import is_night
+from tests.running.examples import at_night, is_night
 from tests.runs.owners import Owner
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def test_a_run_with_callbacks_resumes_exactly_anywhere(kind: str, tmp_path: Path
     assert run(1, resumed, str(tmp_path), kind, STOPS[kind]) == [[]]
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"] if is_night() else ["ema"])
+@at_night("a model with an average resumes on one rank, and a sharded model on two, by day")
+@pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_copies_of_an_averaged_model_resume_exactly(kind: str, tmp_path: Path) -> None:
     assert run(2, resumed, str(tmp_path), kind, (6,), "ddp") == [[], []]
 
