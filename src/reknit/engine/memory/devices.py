@@ -289,7 +289,14 @@ def queue(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
 
 
 GATHER_NBYTES = 64 << 20
-"""Memory per device that laying out arrays that are not contiguous may take."""
+"""Memory per device for the short arrays that are copied together."""
+
+PIECE_NBYTES = 16 << 20
+"""Memory per device in which a large array that is not contiguous is laid out, piece after piece.
+
+torch takes 20 MiB from the driver for a smaller piece, and a larger one is hardly faster: on an H200, pieces
+of 8, 32 and 64 MiB of 4 GiB were copied in 0.107, 0.093 and 0.094 s.
+"""
 
 
 def gathered(lot: Sequence[tuple[int, Any]], nbytes: Sequence[int]) -> Iterator[tuple[int, Any]]:
@@ -437,7 +444,7 @@ def _gather(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None
     Each temporary is allocated on the side stream, so that the next piece reuses its memory in order.
     """
     itemsize = source.element_size()
-    step = max(GATHER_NBYTES // itemsize, 1)
+    step = max(PIECE_NBYTES // itemsize, 1)
     for begin in range(0, numel, step):
         count = min(step, numel - begin)
         piece = out[begin * itemsize : (begin + count) * itemsize]
