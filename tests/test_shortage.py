@@ -63,7 +63,7 @@ SAID: list[tuple[Exception, str]] = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), MEMORY),
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), MEMORY),
     (torch.OutOfMemoryError("CUDA out of memory"), "a device has too little memory"),
-    (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in"), "a device has too"),
+    (RuntimeError("CUDA error: out of memory\nSearch for `cudaError' in"), "a device has too"),
     (ImportError("_compute.so: failed to map segment from shared object"), MEMORY),
     (SystemError("error return without exception set"), MEMORY),
     (SystemError("<built-in function exec> returned NULL without setting an exception"), MEMORY),

@@ -130,7 +130,7 @@ def test_each_call_after_a_device_has_failed_raises_an_error_of_that_device(
         accelerator.fail_copy()
         with pytest.raises(RuntimeError, match="CUDA error"):
             training.copies()
-        with pytest.raises(reknit.ReknitError, match="a device has failed: |a copy from or to ") as caught:
+        with pytest.raises(reknit.ReknitError, match=r"a device has failed: |a copy from or to ") as caught:
             calls[name]()
         assert caught.value.remedy == DEVICE_REMEDY
         accelerator.reset()

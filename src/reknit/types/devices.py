@@ -213,9 +213,7 @@ def is_under_way(event: Any, device: Any) -> bool:
 
 def failed(error: RuntimeError, device: Any) -> ReknitError:
     """Return a typed error for the error of torch when a copy from or to a device fails."""
-    return shortage(error) or ReknitError(
-        f"a copy from or to {device} failed: {error}", remedy=DEVICE_REMEDY
-    )
+    return shortage(error) or ReknitError(f"a copy from or to {device} failed: {error}", remedy=DEVICE_REMEDY)
 
 
 def is_captured() -> bool:
