@@ -16,14 +16,15 @@ from torch import nn
 import reknit
 from reknit.engine.background import snapshot
 from reknit.engine.memory import arena_pool
+from reknit.errors import DEVICE_REMEDY
 from reknit.types import devices
 from tests.accelerator import install, installed
 from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
 from tests.faults.nursery import agents_of, stopped
-from tests.running.cases import one_by_one_in
+from tests.running.cases import one_by_one, one_by_one_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.accelerator import Accelerator
 
@@ -104,6 +105,37 @@ def is_stored(path: Path, into: Training, expected: list[torch.Tensor]) -> bool:
     into.forget()
     reknit.load(path, into.state)
     return all(map(torch.equal, into.copies(), expected))
+
+
+@every_simulated_device
+def test_each_call_after_a_device_has_failed_raises_an_error_of_that_device(
+    accelerator: Accelerator, device_type: str, tmp_path: Path
+) -> None:
+    training = Training(device_type)
+    good, bad, state = tmp_path / "good", tmp_path / "bad", training.state
+    reknit.save(good, state)
+    eager, lazy = (reknit.SaveOptions(stage=stage, timeout_s=LIMIT_S) for stage in ("eager", "lazy"))
+    reknit.prepare(tmp_path, state, options=lazy)
+    training.step()  # it waits at its hook, so that the next save is lazy
+    new = {"optimizer": torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)}
+    calls: dict[str, Callable[[], object]] = {
+        "lazy": lambda: reknit.save(bad, state, wait=False, options=lazy).result(LIMIT_S),
+        "eager": lambda: reknit.save(bad, state, wait=False, options=eager).result(LIMIT_S),
+        "wait": lambda: reknit.save(bad, state, options=eager),
+        "load": lambda: reknit.load(good, state),
+        "load into a new optimizer": lambda: reknit.load(good, state | new),
+        "read": lambda: reknit.open(good).read_all(device=device_type),
+    }
+    for name in one_by_one(calls):
+        accelerator.fail_copy()
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            training.copies()
+        with pytest.raises(reknit.ReknitError, match=r"a device has failed: |a copy from or to ") as caught:
+            calls[name]()
+        assert caught.value.remedy == DEVICE_REMEDY
+        accelerator.reset()
+        accelerator.forget_errors()
+        assert not (bad / "manifest.json").exists()
 
 
 @every_simulated_device

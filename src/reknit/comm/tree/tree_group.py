@@ -23,7 +23,7 @@ from reknit.comm.tree.client import Uplink
 from reknit.comm.tree.machine import RoundMachine
 from reknit.comm.tree.rounds import Rounds
 from reknit.comm.tree.server import Server
-from reknit.errors import CommError, ProtocolError, ReknitError, UsageError, typed_shortage
+from reknit.errors import CommError, ProtocolError, ReknitError, UsageError, typed_known
 from reknit.events.phase import Deadline
 from reknit.options import UNIX
 from reknit.system import AtExit, start_thread
@@ -99,7 +99,7 @@ class TreeGroup:
         self._joined = False
         self._closed = threading.Event()
         self._process = os.getpid()
-        with typed_shortage():
+        with typed_known():
             self.server = Server(self.rounds, self._hello, topology, options, master) if children else None
         self.address = self.server.address if self.server is not None else ""
         self.host = self.server.host if self.server is not None else None
@@ -159,7 +159,7 @@ class TreeGroup:
         if (" " in address) != (self.above is not None):
             needed = "no address" if self.above is None else f"the address of rank {self.above}"
             raise UsageError(f"rank {self.rank} needs {needed} to join its group")
-        with typed_shortage():
+        with typed_known():
             uplink = None if self.above is None else self._connect(self.above, *address.rsplit(" ", 1))
         with self._lock:
             self._check_open()
