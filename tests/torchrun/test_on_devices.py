@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT_S = 100.0
-NUM_SEEDS = 200 if is_night() else 1
+NUM_SEEDS = 200 if is_night() else 2
 STAGES = ("eager", "lazy")
 RANKS: tuple[tuple[str, ...], ...] = (("ddp-2", "fsdp2-2"),)
 if is_night():
