@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Exclude what the tests of a file have imported from later searches for garbage, if it is much."""
+    """Exclude all objects that the tests of a file leave, if many, from later searches for garbage."""
     yield
     if (nextitem is None or nextitem.path != item.path) and len(gc.get_objects(generation=2)) > _MUCH:
         gc.collect()
