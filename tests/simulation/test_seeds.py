@@ -9,7 +9,7 @@ from tests.simulation.simulator import simulate
 from tests.simulation.worlds import world
 
 PART = 25
-NUM_SEEDS = 250 if is_night() else 100
+NUM_SEEDS = 250 if is_night() else 75
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, PART))
