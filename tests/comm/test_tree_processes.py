@@ -18,6 +18,7 @@ from reknit.comm.meeting.rendezvous import FolderStore
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import ReknitError
 from reknit.options import CommOptions
+from tests.running.examples import at_night, is_night
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,7 +147,7 @@ def world(folder: Path | None, fan_out: int) -> Iterator[list[Rank]]:
             rank.kill()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, *[1] * is_night()])
 def test_when_a_rank_in_a_round_is_killed_the_others_hear_it_long_before_the_deadline(
     tmp_path: Path, victim: int
 ) -> None:
@@ -182,32 +183,30 @@ def test_a_rank_that_is_stopped_is_named_when_the_deadline_is_over(tmp_path: Pat
         ranks[2].signal(signal.SIGSTOP)
         others = [rank for rank in ranks if rank.rank != 2]
         for rank in others:
-            rank.begin("commit", 3)
+            rank.begin("commit", 2)
         for rank in others:
             kind, message = rank.ending()
             assert kind == "DeadlineError"
-            assert "rank 2 did not come to round 1 ('commit') within 3 s" in message
+            assert "rank 2 did not come to round 1 ('commit') within 2 s" in message
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_interrupted_tells_the_others_and_is_in_step_again(
-    tmp_path: Path, victim: int
-) -> None:
+def test_a_rank_that_is_interrupted_tells_the_others_and_is_in_step_again(tmp_path: Path) -> None:
     with world(tmp_path, 2) as ranks:
-        for rank in ranks:
-            if rank.rank not in (victim, 3):
-                rank.begin("commit", LONG_S)
-        ranks[victim].begin("commit", LONG_S, "interrupted round")
-        assert ranks[victim].ending() == ("KeyboardInterrupt", "")
-        ranks[3].begin("commit", LONG_S)
-        for rank in ranks:
-            if rank.rank != victim:
-                kind, message = rank.ending()
-                assert kind == "CommError"
-                assert f"rank {victim} " in message
-        for rank in ranks:
-            rank.begin("again", 60)
-        assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
+        for victim in (0, 1):
+            for rank in ranks:
+                if rank.rank not in (victim, 3):
+                    rank.begin("commit", LONG_S)
+            ranks[victim].begin("commit", LONG_S, "interrupted round")
+            assert ranks[victim].ending() == ("KeyboardInterrupt", "")
+            ranks[3].begin("commit", LONG_S)
+            for rank in ranks:
+                if rank.rank != victim:
+                    kind, message = rank.ending()
+                    assert kind == "CommError"
+                    assert f"rank {victim} " in message
+            for rank in ranks:
+                rank.begin("again", 60)
+            assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
 
 
 def test_a_script_that_ends_without_closing_its_group_ends_and_the_others_hear_it(tmp_path: Path) -> None:
@@ -286,6 +285,7 @@ def test_a_rank_above_that_is_stopped_while_others_join_is_waited_for() -> None:
             rank.kill()
 
 
+@at_night("test_connect.py has a job that was killed and starts again in the same place")
 def test_a_job_that_is_started_again_is_not_confused_by_the_addresses_of_its_first_run(
     tmp_path: Path,
 ) -> None:
