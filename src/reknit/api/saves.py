@@ -111,10 +111,9 @@ def read_call(
 
 def _origin_of(group: Group) -> dict[str, Any]:
     """Return the entry of the manifest about the job that wrote it; information only."""
-    found = {name: sys.modules.get(name) for name in ("reknit", "numpy", "torch", "jax")}
-    versions = {
-        name: str(module.__version__) for name, module in found.items() if hasattr(module, "__version__")
-    }
+    names = ("reknit", "numpy", "torch", "jax")
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    versions = {name: str(version) for name, version in found.items() if version is not None}
     return {"world_size": group.size, "python": platform.python_version(), "versions": versions}
 
 
