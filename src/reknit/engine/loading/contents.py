@@ -287,6 +287,11 @@ class RootMetadata(NamedTuple):
     answers: list[messages.ItemContents]
     tensors: tuple[TensorEntry, ...] = ()
 
+    @property
+    def places(self) -> dict[str, int]:
+        """The numbers that all ranks use for files, by path."""
+        return {file.path: number for number, file in enumerate(self.checkpoint.manifest.files)}
+
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: messages.Answer) -> OpenCheckpoint:
         """Return the root's own part of the checkpoint, with the rows of its index that it needs."""
         return replace(checkpoint, index=kept(checkpoint.index, reach))
@@ -307,6 +312,11 @@ class ReceivedMetadata(Struct, frozen=True):
         contents = Contents(manifest, names_only(tensors), blobs, message.own)
         checkpoint = opened(task.storage, contents, task.items, task.options, task.replicas, writable=True)
         return cls(checkpoint, message.files)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The numbers that all ranks use for files, by path."""
+        return dict(zip(self.files.paths, unpacked(self.files.numbers, "i8").tolist(), strict=True))
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, answer: messages.Answer) -> OpenCheckpoint:
         """Return a part of the checkpoint with the rows that it needs, and the files of these rows."""

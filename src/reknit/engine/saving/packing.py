@@ -61,6 +61,7 @@ _decode_table: dict[str, Callable[[bytes], list[Any]]] = {
     "places": decoder(list[tuple[str, ...]]),
     "kept": decoder(list[tuple[str, str, str]]),
     "unequal": decoder(list[tuple[str, str, str]]),
+    "reads": decoder(list[bytes]),
 }
 
 
