@@ -115,8 +115,8 @@ def test_requests_are_one_message_however_they_were_merged() -> None:
     ):
         assert offers is not None
         packed.add(offers.pack())
-        told = {one.rank: one.damaged for one in requests if one.damaged}
-        assert told == {rank: [f"file {rank}"] for rank in range(4)}
+        damaged = {one.rank: one.damaged for one in requests if one.damaged}
+        assert damaged == {rank: [f"file {rank}"] for rank in range(4)}
     assert len(packed) == 1
     (alone,) = LoadRequests.unpack([merge_requests([unshared, unshared]).pack()])
     assert alone.offers is None

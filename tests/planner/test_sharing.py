@@ -386,7 +386,8 @@ def test_ranks_that_read_a_few_bytes_alone_have_most_lists_of_reads_in_common() 
     # The own file of a rank lies between files that all read.
     common = whole(1000, per_file=10)
     common = common._replace(file=common.file * 2)
-    reads = [reads_of(ranges_of(joined(common, in_file(2 * rank + 1, whole(3))))) for rank in range(50)]
+    own = [in_file(2 * rank + 1, whole(rank % 13 + 1)) for rank in range(50)]
+    reads = [reads_of(ranges_of(joined(common, mine))) for mine in own]
     wants = wants_of(reads)
     lists = len(wants.first) - 1
     assert lists < 1000 / 16 * 1.5 + 50 * 2
@@ -412,6 +413,15 @@ def test_neighbours_that_share_in_a_long_chain_wait_for_few_others() -> None:
     reads = [joined(files[rank], files[rank + 1]) for rank in range(size)]
     # A pair needs 8 exchanges, and each rank is in two pairs.
     assert shared((reads, list(range(size)), 4 * CELL)).num_turns <= 8 * 8
+
+
+def test_a_rank_that_reads_all_for_others_sends_no_more_than_a_bucket_in_an_exchange() -> None:
+    small = whole(20)._replace(nbytes=np.full(20, 4))
+    reads = [small, *(joined(small, in_file(rank, whole(500))) for rank in range(1, 5))]
+    division = shared((reads, list(range(5)), 2 * CELL))
+    assert set(division.whole.reader.tolist()) == {0}
+    # Each fetch goes to four hosts, and a bucket has room for two.
+    assert np.bincount(division.whole.turn).tolist() == [2] * 10
 
 
 def test_sets_that_have_ranks_in_common_fill_an_exchange_together() -> None:
