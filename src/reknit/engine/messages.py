@@ -200,7 +200,7 @@ class Asked(msgspec.Struct, array_like=True):
 class Answer(msgspec.Struct, array_like=True):
     """The root's answer to `Asked`: the places of these tensors, as encoded by `loading.contents.blocks_for`.
 
-    `alike` has a number for each rank; it is the same for ranks that asked for the same boxes.
+    `alike` has each rank that asked for these tensors, and a number that stands for its boxes.
     """
 
     blocks: list[bytes]

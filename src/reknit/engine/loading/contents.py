@@ -467,20 +467,17 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
     places = {file.path: number for number, file in enumerate(checkpoint.manifest.files)}
     files = np.array([places[path] for path in index.files], np.int64)
     blocks = blocks_for(index, files, [taken[request] for request in others]) if others else []
-    alike = _alike([(request, rank.boxes) for request, rank in zip(requests, asked, strict=True)])
-    rows = {request: messages.Answer(own, alike) for request, own in zip(others, blocks, strict=True)}
+    # An answer names only the ranks with its request: those of all would be most of the bytes.
+    alike: dict[object, list[tuple[int, int]]] = {}
+    for number, (request, rank) in enumerate(zip(requests, asked, strict=True)):
+        alike.setdefault(request, []).append((number, rank.boxes))
+    rows = {r: messages.Answer(own, packed(alike[r], "u8")) for r, own in zip(others, blocks, strict=True)}
     return Handout(
-        [messages.Answer([], alike), *(rows[request] for request in requests[1:])],
+        [messages.Answer([], packed(alike[requests[0]], "u8")), *(rows[request] for request in requests[1:])],
         _left(checkpoint, asked),
         uncovered(index, frozenset(np.concatenate(list(taken.values())).tolist())),
         [item for item in checkpoint.offered if item not in checkpoint.items],
     )
-
-
-def _alike(wants: Sequence[object]) -> bytes:
-    """Return a number for each rank, which ranks with equal requests share."""
-    numbers = {want: number for number, want in enumerate(dict.fromkeys(wants))}
-    return packed([numbers[want] for want in wants], "i4")
 
 
 def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[Name]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from msgspec import Struct
 
 from reknit.engine import messages
@@ -131,8 +130,8 @@ def plan_reads(
         early = LoadPart.of(task, checkpoint, first) if first else None
         others = [fill for fill in fills if fill.name not in wanted.early] if first else fills
         reads = PlannedReads(early, LoadPart.of(task, checkpoint, others))
-    kinds = unpacked(rows.alike, "i4")
-    alike = np.flatnonzero(kinds == kinds[task.group.rank]).tolist()
+    ranks, boxes = unpacked(rows.alike, "u8").reshape(-1, 2).T
+    alike = ranks[boxes == boxes[ranks == task.group.rank]].tolist()
     problems.damaged.extend(_damaged(task, checkpoint, reads.parts, alike))
     if wanted.aliases and not problems.damaged:
         problems.mismatched.extend(unequal(task, checkpoint, wanted, fills))
