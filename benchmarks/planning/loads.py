@@ -139,7 +139,7 @@ def load(job: Job, source: Saved, *, workers: int, stages: int = 1) -> Loading:
     distinct = {id(plan): plan for plan in plans}
     answers = [messages.encode(messages.LoadDecision([], [], share=plan)) for plan in distinct.values()]
     clock.append(time.process_time())
-    (division,) = {id(plan): division_of(plan) for plan in plans if plan is not None}.values()
+    (division,) = (division_of(plan) for plan in distinct.values() if plan is not None)
     parts = []
     for number in range(0, job.ranks, max(job.ranks // 16, 1)):
         begin = time.process_time()
