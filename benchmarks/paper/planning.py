@@ -84,7 +84,7 @@ def _rows(job: Megatron, scratch: Path) -> list[Row]:
             {"reknit": [_most(source.written_nbytes)], "first replica writes": [_most(loading.first_nbytes)]},
             "first replica writes",
         ),
-        Row(f"load, {ranks}: the root's share_out", "CPU s", {"reknit": [loading.share_out_s]}),
+        Row(f"load, {ranks}: the root reads, divides and answers", "CPU s", {"reknit": [loading.root_s]}),
         Row(
             f"load, {ranks}: plan of one rank",
             "CPU s",

@@ -13,6 +13,9 @@ assembles, checks and encodes the index.  "In all" includes the rest: counted re
 with all digests, and the manifest.  Both are for a first save, and for another save with the same layout.
 torch DCP's global plan for the same shards runs beside, in the same process.
 
+A load of the Megatron jobs is planned too: the root reads the offers of all ranks, divides the reads, and
+makes its answers.  There each job is made of equal stages, of which one is planned in all its ranks.
+
 Prints JSON, and the aims to stderr.
 """
 
@@ -33,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import msgspec
 
 from benchmarks.pictures import draw_both
-from benchmarks.planning import growth
+from benchmarks.planning import growth, loads
 from benchmarks.planning.dcp import global_plan_s
-from benchmarks.planning.jobs import PP, TP, Fsdp2, Job, Megatron
+from benchmarks.planning.jobs import LLAMA_405B, PP, TP, Fsdp2, Job, Megatron
 from benchmarks.planning.tree import Climbed, climb
 from benchmarks.reports import RESULTS, Row, deliver, judged, keep, kept, ratio, show
 
@@ -44,6 +47,8 @@ SILENT_UP_TO = 40_000
 """Up to so many ranks a second save by the same plans is measured too."""
 IN_ALL = {"megatron 8960": (0.3, 0.1, 64), "megatron 100096": (2.0, None, 64)}
 """Aims: seconds of a first save and of the same again, and the manifest's size."""
+LOADS = {8_960: 1.0, 100_096: 12.0}
+"""Aims: seconds of the root of a load, by ranks."""
 
 
 def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
@@ -75,6 +80,25 @@ def costs(job: Job, reported: Climbed, folder: str) -> dict[str, Any]:
         "root_s": measured["first"]["planning_and_index_s"],
         "index_nbytes": measured["first"]["index_nbytes"],
         **measured,
+    }
+
+
+def load(dp: int, workers: int) -> dict[str, Any]:
+    """Return the costs of the plan of a load in the layout of the save."""
+    stage = Megatron(dp, TP, 1, LLAMA_405B._replace(layers=LLAMA_405B.layers // PP + 1))
+    found = loads.load(
+        stage, loads.saved(climb(stage, silent=False, workers=workers)), workers=workers, stages=PP
+    )
+    return {
+        "ranks": stage.ranks * PP,
+        "root_s": found.root_s,
+        "read_s": found.read_s,
+        "share_out_s": found.share_out_s,
+        "answer_s": found.answer_s,
+        "into_root_nbytes": found.requests["into_root_nbytes"],
+        "answer_nbytes": found.answer_nbytes,
+        "part_of_rank_s": found.part_s,
+        "plan_per_rank_median_s": statistics.median(found.plan_s),
     }
 
 
@@ -113,6 +137,12 @@ def rows(result: dict[str, Any]) -> list[Row]:
         if name.startswith("megatron"):
             reported.append((f"{name}: a rank's plan, s", row["plan_per_rank_s"]["median"], "<=", 0.05))
     reported.append(("growth: k of (n log n)^k", result["growth"]["exponent"], "<=", 1.0))
+    loaded = result.get("loads", [])
+    for row in loaded:
+        aim = LOADS.get(row["ranks"])
+        reported.append((f"load, {row['ranks']} ranks: root, s of CPU", round(row["root_s"], 3), "<=", aim))
+    fit = growth.exponent([row["ranks"] for row in loaded], [row["root_s"] for row in loaded])
+    reported.append(("load, growth: k of (n log n)^k", fit, "<=", 1.0))
     return reported
 
 
@@ -125,6 +155,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dp", type=int, nargs="*", default=[8, 70, 256, 782], help="data-parallel sizes: 128 ranks for each"
     )
+    parser.add_argument("--loads", type=int, nargs="*", default=[9, 70, 256, 782], help="the same, for loads")
     parser.add_argument(
         "--dcp", type=int, nargs="*", default=[64, 256], help="FSDP2 jobs that DCP plans too (1024: a minute)"
     )
@@ -134,7 +165,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for planning.json and planning.png")
     args = parser.parse_args()
     if args.quick:
-        args.fsdp2, args.tensors, args.dp, args.dcp = [8], 20, [1, 2, 3], [8]
+        args.fsdp2, args.tensors, args.dp, args.dcp, args.loads = [8], 20, [1, 2, 3], [8], [2]
     return args
 
 
@@ -156,6 +187,7 @@ def main() -> int:
             if beside:
                 row["dcp_global_plan_s"] = round(global_plan_s(job), 3)
             keep(result, path)  # in case a later one fails
+    result["loads"] = [load(dp, args.workers) for dp in args.loads]
     finish(result, args.out)
     return 0
 

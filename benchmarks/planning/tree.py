@@ -112,7 +112,8 @@ _SHARED = [messages.EncodedBlob("extra", 7919 * n, None, b"x" * 50) for n in ran
 class Climb:
     """One round on its way up: the messages that reach the root, and the costs of the way."""
 
-    merge: Callable[[Sequence[Sections]], Sections]
+    merge: Callable[[Sequence[Any]], Any]
+    kind: Any = Sections
     at_root: list[bytes] = field(default_factory=list)
     nbytes: int = 0
     largest_fan_in_nbytes: int = 0
@@ -126,7 +127,7 @@ class Climb:
         if len(parts) == 1 or not any(parts):  # a leaf, or no second save
             return parts[0]
         begin = time.process_time()
-        merged = self.merge(Sections.unpack(parts)).pack()
+        merged = self.merge(self.kind.unpack(parts)).pack()
         self.busiest_s = max(self.busiest_s, time.process_time() - begin)
         return merged
 

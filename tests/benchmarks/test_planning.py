@@ -63,3 +63,12 @@ def test_ranks_of_a_load_read_every_byte_that_is_wanted_once_and_only_with_shari
     assert sum(loading.alone_nbytes) > 1.1 * wanted  # both data-parallel ranks want all parameters
     assert max(loading.shared_nbytes) < max(loading.alone_nbytes)
     assert sum(loading.first_nbytes) == pytest.approx(wanted, rel=0.001)
+
+
+def test_the_offers_of_one_stage_stand_for_those_of_equal_stages() -> None:
+    stage = Megatron(2, 2, 1, Model(layers=2, hidden=4096, kv=512, ffn=8192, words=32_000))
+    source = loads.saved(climb(stage, silent=False))
+    one, three = (loads.load(stage, source, workers=1, stages=stages) for stages in (1, 3))
+    assert three.unique_nbytes == sum(three.shared_nbytes) == 3 * sum(one.shared_nbytes)
+    assert len(three.shared_nbytes) == 3 * stage.ranks
+    assert max(three.shared_nbytes) == max(one.shared_nbytes)

@@ -17,11 +17,12 @@ from reknit.engine.sharing.exchange import Exchange, Sharing
 from reknit.engine.sharing.host_exchange import largest
 from reknit.engine.sharing.tracker import HostLink
 from reknit.errors import CommError, DeadlineError, ShortageError, StorageError
-from reknit.planner.sharing import Reads, divide
+from reknit.planner.sharing import Reads
 from reknit.processes.shared_memory import SharedMemory
 from reknit.system import start_thread
 from reknit.testing.world import run_ranks
 from tests.comm.memory_store import MemoryStore
+from tests.planner.divided import divided
 from tests.world.sharing import Hub, ThreadCarrier
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def exchanges(
     wanted = [
         Reads(np.zeros(len(r), np.int64), *np.array(r, np.int64).reshape(-1, 2).T.copy()) for r in reads
     ]
-    division = divide(wanted, hosts, cell_nbytes=CELL, bucket_nbytes=bucket, costs=None)
+    division = divided(wanted, hosts, cell_nbytes=CELL, bucket_nbytes=bucket)
     store, hall = MemoryStore(), hub or Hub(len(works))
 
     def rank(group: Group) -> int:

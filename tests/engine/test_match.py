@@ -177,7 +177,6 @@ def asked(
         mismatched=[(name, "odd") for name in mismatched],
         idle=list(idle),
         damaged=list(damaged),
-        offer=None,
     )
 
 

@@ -16,7 +16,7 @@ from reknit.errors import MismatchError
 from reknit.format.manifest_file import decode_manifest
 from reknit.frameworks import registry
 from reknit.options import LoadOptions
-from reknit.planner.columns import bitmaps
+from reknit.planner.columns import bitmaps, unpacked
 from reknit.testing.faulty_storage import FaultyStorage
 from reknit.testing.world import run_ranks
 from reknit.transforms import names
@@ -169,6 +169,17 @@ def test_names_that_no_rank_takes_are_left_unless_a_rank_has_a_use_for_them() ->
     assert left == [("model", "w.2"), ("extra", "epoch")]
     second.blobs = bitmaps(checkpoint.blob_names(), {("extra", "epoch")})
     assert hand_out(checkpoint, [first, second]).left == [("model", "w.2")]
+
+
+def test_an_answer_names_the_ranks_with_its_request_alone() -> None:
+    stored = save_on_ranks("alike")
+    checkpoint = read_all(stored, [asking("model")]).checkpoint
+    wants = [({"b"}, 7), ({"w.0"}, 7), ({"b"}, 1 << 63), ({"w.0"}, 7)]
+    asked = [taking(checkpoint, names, boxes) for names, boxes in wants]
+    answers = hand_out(checkpoint, asked).answers
+    named = [unpacked(answer.alike, "u8").reshape(-1, 2).tolist() for answer in answers]
+    assert named == [[[0, 7], [2, 1 << 63]], [[1, 7], [3, 7]]] * 2
+    assert answers[1] is answers[3], "encoded once"
 
 
 def test_only_of_tensors_that_some_rank_takes_must_the_index_be_whole() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reknit.errors import ProtocolError
-from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, FetchTable, Reads, divide, fetch_of
+from reknit.planner.sharing import WORTH_NBYTES, Costs, FetchTable, Reads, Wants, fetch_of, lists_of
+from tests.planner.divided import Divided, divided, wants_of
 from tests.tables import table
 
 CELL = 16
@@ -74,9 +75,9 @@ def worlds(draw: st.DrawFn) -> World:
     return reads, hosts, draw(st.sampled_from([1, 5, CELL, 3 * CELL, 1000]))
 
 
-def shared(world: World) -> Division:
+def shared(world: World) -> Divided:
     reads, hosts, bucket = world
-    return divide(reads, hosts, cell_nbytes=CELL, bucket_nbytes=bucket, costs=None)
+    return divided(reads, hosts, cell_nbytes=CELL, bucket_nbytes=bucket)
 
 
 class Row(NamedTuple):
@@ -110,7 +111,7 @@ def rows_of(part: FetchTable) -> list[Row]:
     ]
 
 
-def by_number(division: Division) -> dict[int, dict[int, Row]]:
+def by_number(division: Divided) -> dict[int, dict[int, Row]]:
     """Return the row of each rank for each fetch."""
     known: dict[int, dict[int, Row]] = defaultdict(dict)
     for rank, part in enumerate(division.parts):
@@ -266,7 +267,7 @@ def test_each_read_finds_the_fetch_that_holds_it(world: World) -> None:
         assert {row for row in found if row >= 0} == set(range(len(fetches)))
 
 
-def loads(reads: list[Reads], division: Division) -> list[int]:
+def loads(reads: list[Reads], division: Divided) -> list[int]:
     """Return the number of bytes that each rank reads from storage."""
     return [
         int(mine.nbytes[fetch_of(mine, part) < 0].sum() + part.nbytes[part.reader == rank].sum())
@@ -348,7 +349,7 @@ def test_a_read_that_keeps_to_no_cell_is_refused_with_its_rank(broken: Range) ->
 
 
 def num_shared(reads: list[Reads], hosts: list[int], costs: Costs) -> list[int]:
-    division = divide(reads, hosts, cell_nbytes=8 * MIB, bucket_nbytes=64 * MIB, costs=costs)
+    division = divided(reads, hosts, cell_nbytes=8 * MIB, bucket_nbytes=64 * MIB, costs=costs)
     return [len(part.number) for part in division.parts]
 
 
@@ -381,12 +382,67 @@ def test_a_few_shared_bytes_are_not_worth_the_setup() -> None:
     assert num_shared([whole(3, 8 * MIB)] * 2, [0, 0], costs) == [0, 0]
 
 
+def test_ranks_that_read_a_few_bytes_alone_have_most_lists_of_reads_in_common() -> None:
+    # The own file of a rank lies between files that all read.
+    common = whole(1000, per_file=10)
+    common = common._replace(file=common.file * 2)
+    own = [in_file(2 * rank + 1, whole(rank % 13 + 1)) for rank in range(50)]
+    reads = [reads_of(ranges_of(joined(common, mine))) for mine in own]
+    wants = wants_of(reads)
+    lists = len(wants.first) - 1
+    assert lists < 1000 / 16 * 1.5 + 50 * 2
+    assert len(wants.file) < 2 * 1000 + 50 * 60
+    for rank, mine in enumerate(reads):
+        assert ranges_of(mine) == [r for each in lists_of(mine) for r in ranges_of(reads_in(each))], rank
+
+
+def reads_in(each: bytes) -> Reads:
+    return Reads(*Wants.collected([each], np.zeros(1, np.int64), np.zeros(1, np.int64))[:3])
+
+
+def test_the_plan_of_a_set_of_ranks_has_a_row_for_each_fetch_however_many_ranks_it_has() -> None:
+    for size in (2, 200):
+        whole_plan = shared(([whole(100)] * size, [rank // 4 for rank in range(size)], 1000)).whole
+        assert [len(column) for column in whole_plan[:7]] == [100] * 7, size
+        assert whole_plan.rank.tolist() == list(range(size))
+
+
+def test_neighbours_that_share_in_a_long_chain_wait_for_few_others() -> None:
+    size = 64
+    files = [in_file(k, whole(64)) for k in range(size + 1)]
+    reads = [joined(files[rank], files[rank + 1]) for rank in range(size)]
+    # A pair needs 8 exchanges, and each rank is in two pairs.
+    assert shared((reads, list(range(size)), 4 * CELL)).num_turns <= 8 * 8
+
+
+def test_a_rank_that_reads_all_for_others_sends_no_more_than_a_bucket_in_an_exchange() -> None:
+    small = whole(20)._replace(nbytes=np.full(20, 4))
+    reads = [small, *(joined(small, in_file(rank, whole(500))) for rank in range(1, 5))]
+    division = shared((reads, list(range(5)), 2 * CELL))
+    assert set(division.whole.reader.tolist()) == {0}
+    # Each fetch goes to four hosts, and a bucket has room for two.
+    assert np.bincount(division.whole.turn).tolist() == [2] * 10
+
+
+def test_sets_that_have_ranks_in_common_fill_an_exchange_together() -> None:
+    # Each rank shares one fetch with each of its neighbours.
+    files = [in_file(k, whole(1)) for k in range(7)]
+    reads = [joined(files[rank], files[rank + 1]) for rank in range(6)]
+    assert shared((reads, list(range(6)), 2 * CELL)).num_turns == 1
+
+
+def test_reads_that_are_cut_off_on_their_way_are_refused() -> None:
+    for broken in (lists_of(whole(1))[0][:-1], b"\0"):
+        with pytest.raises(ProtocolError, match="cut off"):
+            Wants.collected([broken], np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
 @table(
     ("num_cells", "hosts"), [(40_000, [0, 0, 0, 0, 1, 1, 1, 1]), (2_000, [rank // 8 for rank in range(1000)])]
 )
 def test_many_fetches_and_many_ranks_are_divided_evenly(num_cells: int, hosts: list[int]) -> None:
     reads = [whole(num_cells, 8 * MIB)] * len(hosts)
-    division = divide(reads, hosts, cell_nbytes=8 * MIB, bucket_nbytes=64 * MIB, costs=None)
+    division = divided(reads, hosts, cell_nbytes=8 * MIB, bucket_nbytes=64 * MIB)
     assert set(loads(reads, division)) == {num_cells // len(hosts) * 8 * MIB}
     received = sum(len(part.remote) for part in division.parts)
     assert received == num_cells * max(hosts)

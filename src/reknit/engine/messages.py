@@ -200,54 +200,36 @@ class Asked(msgspec.Struct, array_like=True):
 class Answer(msgspec.Struct, array_like=True):
     """The root's answer to `Asked`: the places of these tensors, as encoded by `loading.contents.blocks_for`.
 
-    `alike` has a number for each rank; it is the same for ranks that asked for the same boxes.
+    `alike` has each rank that asked for these tensors, and a number that stands for its boxes.
     """
 
     blocks: list[bytes]
     alike: bytes
 
 
-class Offer(msgspec.Struct, array_like=True):
-    """Before a load's reading: the ranges that a rank would read alone, and its ways to share them.
+class SharePlan(msgspec.Struct, array_like=True, eq=False):
+    """The root's plan for reading together, one message for all ranks that take part.
 
-    Ranks with equal `host` reach each other by `link`.  `carries` is the way of bytes to other hosts: a type
-    of device, or nothing if the process group has no backend for one that is there; None without one.  Reads
-    do not cross multiples of `cell` bytes, and are verified as `verify` says.  `read_rate` is measured, in
-    bytes per second, and 0 if it was not.  `columns` are file (a number of `files`), start and size.
-    """
-
-    host: str
-    link: str
-    carries: str | None
-    cell: int
-    verify: str
-    read_rate: float
-    files: list[str]
-    columns: list[bytes]
-
-
-class SharePlan(msgspec.Struct, array_like=True):
-    """The root's answer to `Offer`: a `planner.sharing.FetchTable`, by the rank's own numbers of files.
-
-    `peers` are the links of the ranks that take something from this one.  There are `num_turns` exchanges
-    between hosts, each in `num_steps` steps.
+    `columns` are those of a `planner.sharing.Division`, in which files have the numbers of `Answer`.  `links`
+    are the addresses of the ranks that take something from a rank of their host.  There are `num_turns`
+    exchanges between hosts, each in `num_steps` steps.
     """
 
     num_turns: int
     num_steps: int
     columns: list[bytes]
-    peers: dict[int, str]
+    links: dict[int, str]
 
 
 class LoadRequest(msgspec.Struct, array_like=True):
-    """Before a load's reading: the names that do not fit on a rank, and the ranges that it would read.
+    """Before a load's reading: the names that do not fit on a rank.
 
     `idle` are patterns of the load that match nothing in the rank's target, `idle_rules` numbers of
     transforms that match nothing in its items, `damaged` sentences about files.  `num_tensors` counts the
     tensors that the rank asks for, `num_filled` those among them that it finds, and `num_values` other values
     that it finds.  `lacking` and `unfit` are the missing and mismatched names in a lenient load on a rank
     that finds no tensor at all.  `refused` are names that no option permits.  With `early`, the rank has
-    objects, which are loaded before tensors, and `early_offer` has the ranges for them.
+    objects, which are loaded before tensors.
     """
 
     rank: int
@@ -255,7 +237,6 @@ class LoadRequest(msgspec.Struct, array_like=True):
     mismatched: list[tuple[str, str]]
     idle: list[str]
     damaged: list[str]
-    offer: Offer | None
     idle_rules: list[int] = []
     num_tensors: int = 0
     num_filled: int = 0
@@ -264,7 +245,6 @@ class LoadRequest(msgspec.Struct, array_like=True):
     unfit: list[tuple[str, str]] = []
     refused: list[tuple[str, str, str]] = []
     early: bool = False
-    early_offer: Offer | None = None
 
 
 class Stopped(msgspec.Struct, array_like=True):
@@ -281,15 +261,15 @@ class StoppedError(CommError):
 class LoadDecision(msgspec.Struct, array_like=True):
     """The root's answer to `LoadRequest`: names that no rank takes, which a lenient load puts up with.
 
-    `left` are items of the checkpoint that no rank asked for.  `share` is this rank's part in reading
-    together, None where it reads alone.  With `early` some rank has objects, and there is a round for them;
+    `left` are items of the checkpoint that no rank asked for.  `share` is the plan for reading together, None
+    where this rank reads alone.  With `early` some rank has objects, and there is a round for them;
     `early_share` is as `share`, for their ranges.
     """
 
     unexpected: list[str]
     left: list[str]
-    share: SharePlan | None
     early: bool = False
+    share: SharePlan | None = None
     early_share: SharePlan | None = None
 
 

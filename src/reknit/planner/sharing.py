@@ -1,4 +1,9 @@
-"""The ranges that several ranks want: the rank that reads each, and the ranks that pass it on."""
+"""The ranges that several ranks want: the rank that reads each, and the ranks that pass it on.
+
+Ranks that want the same bytes are a *set*.  The root decides on one row for each fetch of a set, however many
+ranks it has, and each rank works out its own part from these rows (`part_of`).  So the work of the root grows
+with the number of different reads.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from msgspec import Struct
 
 from reknit.errors import ProtocolError
+from reknit.planner.columns import spread
 from reknit.planner.pieces import reach_before
 
 if TYPE_CHECKING:
@@ -17,81 +22,76 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    Ints = NDArray[np.int64]
 
-class Fetches(Struct, frozen=True):
-    """Byte ranges in order of file and start, and who wants each.
 
-    Fetch `f` is wanted by `rank[first[f]:first[f + 1]]`, in order of host, then of rank; `wanted` says how
-    many of its bytes each of these wants.
+class Reads(NamedTuple):
+    """The reads of one rank without sharing: byte ranges, ascending by (file, start), disjoint, none empty.
+
+    `file` is the number of the file, in a numbering common to all ranks.
     """
 
-    file: NDArray[np.int64]
-    start: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    first: NDArray[np.int64]
-    rank: NDArray[np.int64]
-    wanted: NDArray[np.int64]
-
-    def of_rank(self) -> NDArray[np.int64]:
-        """Return the number of the fetch for each row of `rank`."""
-        return np.repeat(np.arange(len(self.file)), np.diff(self.first))
-
-    def only(self, keep: NDArray[np.bool_]) -> Fetches:
-        """Return some of the fetches."""
-        counts = np.diff(self.first)
-        rows = np.repeat(keep, counts)
-        return Fetches(
-            self.file[keep],
-            self.start[keep],
-            self.nbytes[keep],
-            bounds_of(counts[keep]),
-            self.rank[rows],
-            self.wanted[rows],
-        )
+    file: Ints
+    start: Ints
+    nbytes: Ints
 
 
-def merged(
-    file: NDArray[np.int64],
-    start: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    rank: NDArray[np.int64],
-    host: NDArray[np.int64],
-) -> Fetches:
-    """Merge overlapping reads, a row for each read of a rank, and return the ranges that several ranks want.
+_MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
+"""Odd numbers without a pattern, one for each column of reads."""
 
-    Rank `r` is on host `host[r]`.  Reads that only touch stay apart.
+
+def lists_of(reads: Reads) -> list[bytes]:
+    """Cut the reads of a rank into lists of about 16, as bytes.
+
+    A list ends where a mix of the numbers of a read says so.  So ranks that have most reads in common have
+    most lists in common, wherever the other reads lie.
     """
-    # Files are laid end to end, so that one sort serves them all.
-    wide = int((start + nbytes).max(initial=0)) + 1
-    order = np.argsort(file * wide + start, kind="stable")
-    file, start, nbytes, rank = file[order], start[order], nbytes[order], rank[order]
-    stop = start + nbytes
-    fresh = start >= reach_before(file, stop)
-    first = np.flatnonzero(fresh)
-    # Ranks of one host side by side, since the next steps go by host.
-    place = np.argsort(np.argsort(host, kind="stable"))
-    fetch = np.cumsum(fresh) - 1
-    by_rank = np.argsort(fetch * len(host) + place[rank], kind="stable")
-    fetch, rank, nbytes = fetch[by_rank], rank[by_rank], nbytes[by_rank]
-    wants = runs(fetch, rank)[:-1]
-    counts = np.bincount(fetch[wants], minlength=len(first))
-    everything = Fetches(
-        file[first],
-        start[first],
-        np.maximum.reduceat(stop, first) - start[first],
-        bounds_of(counts),
-        rank[wants],
-        np.add.reduceat(nbytes, wants),
-    )
-    return everything.only(counts > 1)
+    rows = np.stack(reads, axis=1).astype("<i8")
+    ends = (np.flatnonzero((rows.view(np.uint64) * _MIX).sum(axis=1) >> np.uint64(60) == 0) + 1).tolist()
+    return [rows[a:b].tobytes() for a, b in pairwise(dict.fromkeys([0, *ends, len(rows)]))]
 
 
-def bounds_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the bounds of groups of these sizes, laid end to end."""
+class Wants(NamedTuple):
+    """The reads of all ranks, as the different lists of reads that ranks have.
+
+    A row for each read: `of` is the number of its list.  The ranks `rank[first[l]:first[l + 1]]` have list l.
+    """
+
+    file: Ints
+    start: Ints
+    nbytes: Ints
+    of: Ints
+    first: Ints
+    rank: Ints
+
+    @classmethod
+    def collected(cls, lists: Sequence[bytes], number: Ints, rank: Ints) -> Wants:
+        """Return the wants of ranks: each `rank` has the list with the `number` beside it."""
+        if any(len(each) % 24 for each in lists):
+            raise ProtocolError("a rank sent reads that are cut off", remedy=_SAME_VERSION)
+        rows = np.frombuffer(b"".join(lists), "<i8").reshape(-1, 3)
+        sizes = np.array([len(each) // 24 for each in lists], np.int64)
+        first = bounds_of(np.bincount(number, minlength=len(lists)))
+        order = np.argsort(number, kind="stable")
+        return cls._make((*rows.T.copy(), np.repeat(np.arange(len(lists)), sizes), first, rank[order]))
+
+    def only(self, here: NDArray[np.bool_]) -> Wants:
+        """Return the wants of some ranks alone."""
+        keep = here[self.rank]
+        first = bounds_of(keep)[self.first]
+        rows = (np.diff(first) > 0)[self.of]
+        return Wants._make((*(column[rows] for column in self[:4]), first, self.rank[keep]))
+
+
+_SAME_VERSION = "run the same version of reknit on all ranks"
+
+
+def bounds_of(counts: Ints | NDArray[np.bool_]) -> Ints:
+    """Return the bounds of groups of these sizes, laid end to end: sums, which may wrap around."""
     return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
-def runs(*columns: NDArray[np.int64]) -> NDArray[np.int64]:
+def runs(*columns: Ints) -> Ints:
     """Return the starts of runs of equal rows, and the end of the last run."""
     fresh = np.zeros(max(len(columns[0]) - 1, 0), np.bool_)
     for column in columns:
@@ -101,21 +101,92 @@ def runs(*columns: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate(([0], np.flatnonzero(fresh) + 1, [len(columns[0])]))
 
 
-def numbers_of(first: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a number for each list `rank[first[k]:first[k + 1]]`, the same for equal lists."""
-    content = rank.astype(np.int32).tobytes()
-    numbers: dict[bytes, int] = {}
-    return np.fromiter(
-        (
-            numbers.setdefault(content[begin:end], len(numbers))
-            for begin, end in pairwise((first * 4).tolist())
-        ),
-        np.int64,
-        len(first) - 1,
+class Fetches(NamedTuple):
+    """Byte ranges in order of file and start, and the set of ranks that want each.
+
+    `wanted` bytes of a fetch are wanted, counting every rank.  `of` is the number of its set.  Each rank of a
+    set is a row of `member_of` (the number of the set), `rank` and `host`, in order of set, host and rank.
+    """
+
+    file: Ints
+    start: Ints
+    nbytes: Ints
+    wanted: Ints
+    of: Ints
+    member_of: Ints
+    rank: Ints
+    host: Ints
+
+    def only(self, keep: NDArray[np.bool_]) -> Fetches:
+        """Return some of the fetches, and the sets that want them."""
+        used = np.bincount(self.of[keep], minlength=int(self.of.max(initial=-1)) + 1) > 0
+        rows, numbers = used[self.member_of], np.cumsum(used) - 1
+        columns = [column[keep] for column in self[:4]]
+        sets = numbers[self.of[keep]], numbers[self.member_of[rows]], self.rank[rows], self.host[rows]
+        return Fetches._make((*columns, *sets))
+
+
+def copies(member_of: Ints, host: Ints) -> Ints:
+    """Return for each set the number of hosts that receive a fetch from another."""
+    return np.bincount(member_of[runs(member_of, host)[:-1]]) - 1
+
+
+def merged(wants: Wants, host: Ints) -> tuple[Fetches, Ints]:
+    """Merge reads that overlap, and return the ranges that several ranks want, with that of each row or -1.
+
+    Rank `r` is on host `host[r]`.  Reads that only touch stay apart.
+    """
+    file, start, nbytes, of = wants[:4]
+    # Files are laid end to end, so that one sort serves them all.
+    wide = int((start + nbytes).max(initial=0)) + 1
+    order = np.argsort(file * wide + start, kind="stable")
+    file, start, nbytes, of = file[order], start[order], nbytes[order], of[order]
+    stop, times = start + nbytes, np.diff(wants.first)
+    fresh = start >= reach_before(file, stop)
+    first, fetch = np.flatnonzero(fresh), np.cumsum(fresh) - 1
+    several = np.bincount(fetch, times[of], len(first)) > 1
+    rows, number = several[fetch], np.cumsum(several) - 1
+    within = np.full(len(order), -1, np.int64)
+    within[order[rows]] = number[fetch[rows]]
+    of_fetch, *sets = _sets_of(number[fetch[rows]], of[rows], wants, host)
+    everything = Fetches(
+        file[first][several],
+        start[first][several],
+        (np.maximum.reduceat(stop, first) if len(first) else stop)[several] - start[first][several],
+        np.bincount(fetch, nbytes * times[of], len(first)).astype(np.int64)[several],
+        of_fetch,
+        *sets,
     )
+    return everything, within
 
 
-def occurrences(column: NDArray[np.int64]) -> NDArray[np.int64]:
+def _sets_of(fetch: Ints, of: Ints, wants: Wants, host: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the set of each fetch, and the sets as in `Fetches`, given fetches and their lists of reads.
+
+    Fetches with equal sums of marks are wanted by the same ranks.  If two sums are equal by chance, a rank
+    reads a fetch alone that others share.
+    """
+    keys = np.sort(fetch * len(wants.first) + of)
+    fetch, of = np.divmod(keys[runs(keys)[:-1]], len(wants.first))
+    marks = (np.arange(len(host), dtype=np.uint64) + np.uint64(1)) * _MIX[0]
+    marks = (marks ^ marks >> np.uint64(32)) * _MIX[1]
+    of_list = np.diff(bounds_of(marks.view(np.int64)[wants.rank])[wants.first])
+    bounds = runs(fetch)
+    sums = np.diff(bounds_of(of_list[of])[bounds])
+    _, first, number = np.unique(sums, return_index=True, return_inverse=True)
+    # One fetch of each set says which ranks it has.
+    begin, count = bounds[:-1][first], np.diff(bounds)[first]
+    lists, which = of[spread(begin, count)], np.repeat(np.arange(len(count)), count)
+    counts = np.diff(wants.first)[lists]
+    # Ranks of one host side by side, since the next steps go by host.
+    by_host = np.argsort(host, kind="stable")
+    place = np.argsort(by_host)[wants.rank[spread(wants.first[lists], counts)]]
+    keys = np.sort(np.repeat(which, counts) * len(host) + place)
+    which, place = np.divmod(keys[runs(keys)[:-1]], len(host))
+    return number, which, by_host[place], host[by_host[place]]
+
+
+def occurrences(column: Ints) -> Ints:
     """Return for each value the number of equal values before it."""
     order = np.argsort(column, kind="stable")
     bounds = runs(column[order])
@@ -128,51 +199,49 @@ SETTLING = 1 << 12
 """Up to this many different sets of ranks are gone through more than once."""
 
 
-def readers(fetches: Fetches, alone: NDArray[np.int64], host: NDArray[np.int64]) -> NDArray[np.int64]:
+class _Set(NamedTuple):
+    """Ranks that want the same fetches, numbers `rows`, of `nbytes` bytes in all."""
+
+    ranks: Ints
+    rows: Ints
+    nbytes: int
+
+
+def _sets(fetches: Fetches, host: Ints) -> list[_Set]:
+    """Return the sets; in each, neighbours are on different hosts."""
+    place = np.lexsort((host, occurrences(host))).argsort()
+    order = np.argsort(fetches.of, kind="stable")
+    rows, bounds = runs(fetches.of[order]), runs(fetches.member_of)
+    sets = []
+    for number in range(len(rows) - 1):
+        ranks = fetches.rank[bounds[number] : bounds[number + 1]]
+        mine = order[rows[number] : rows[number + 1]]
+        sets.append(_Set(ranks[np.argsort(place[ranks])], mine, int(fetches.nbytes[mine].sum())))
+    return sets
+
+
+def readers(sets: Sequence[_Set], nbytes: Ints, load: NDArray[np.float64]) -> Ints:
     """Return the rank that reads each fetch, one of the ranks that want it, so that ranks read equally much.
 
-    `alone` are the bytes that each rank would read without sharing.  All fetches that the same ranks want are
+    `load` are the bytes that each rank reads for itself alone.  All fetches that the same ranks want are
     divided at once.  Small sets of ranks come first, since the ranks of large sets can then still even out
     the rest.  The best choice for a set depends on the others.  So bytes are divided first, then whole
     fetches, and the sets whose fetches came out uneven once more.
     """
-    reader = np.empty(len(fetches.file), np.int64)
-    load = alone.astype(np.float64) - np.bincount(fetches.rank, fetches.wanted, len(host))
-    sets = _sets(fetches, host)
+    reader = np.empty(len(nbytes), np.int64)
+    sets = sorted(sets, key=lambda s: len(s.ranks))
     taken: list[NDArray[np.float64]] = [np.zeros(len(s.ranks)) for s in sets]
     for whole in (False, False, False, True, True) if 1 < len(sets) <= SETTLING else (True,):
-        for k, (ranks, rows, nbytes) in enumerate(sets):
+        for k, (ranks, rows, total) in enumerate(sets):
             load[ranks] -= taken[k]
-            taken[k] = _levelling(load[ranks], nbytes)
+            taken[k] = _levelling(load[ranks], total)
             if whole:
-                sizes = fetches.nbytes[rows]
+                sizes = nbytes[rows]
                 dealt = np.fromiter(_dealt(sizes, taken[k]), np.int64, len(rows))
                 reader[rows] = ranks[dealt]
                 taken[k] = np.bincount(dealt, sizes, len(ranks)).astype(np.float64)
             load[ranks] += taken[k]
     return reader
-
-
-class _Set(NamedTuple):
-    """Ranks that want the same fetches, numbers `rows`, of `nbytes` bytes in all."""
-
-    ranks: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    nbytes: int
-
-
-def _sets(fetches: Fetches, host: NDArray[np.int64]) -> list[_Set]:
-    """Return the different sets of ranks, small ones first, neighbours on different hosts."""
-    number = numbers_of(fetches.first, fetches.rank)
-    order = np.argsort(number, kind="stable")
-    place = np.argsort(np.lexsort((host, occurrences(host))))
-    sets = []
-    for begin, end in pairwise(runs(number[order]).tolist()):
-        rows = order[begin:end]
-        ranks = fetches.rank[fetches.first[rows[0]] : fetches.first[rows[0] + 1]]
-        sets.append(_Set(ranks[np.argsort(place[ranks])], rows, int(fetches.nbytes[rows].sum())))
-    sets.sort(key=lambda s: len(s.ranks))
-    return sets
 
 
 def _levelling(load: NDArray[np.float64], nbytes: int) -> NDArray[np.float64]:
@@ -183,7 +252,7 @@ def _levelling(load: NDArray[np.float64], nbytes: int) -> NDArray[np.float64]:
     return shares
 
 
-def _dealt(nbytes: NDArray[np.int64], shares: NDArray[np.float64]) -> Iterator[int]:
+def _dealt(nbytes: Ints, shares: NDArray[np.float64]) -> Iterator[int]:
     """Deal fetches one by one, each to the rank that has the smallest part of its share so far.
 
     No rank gets more than its share and one fetch, at any time: the rank that is behind has at most the part
@@ -201,18 +270,7 @@ WORTH_NBYTES = 32 << 20
 """With costs given, sharing is set up only if some rank takes part in fetches of this many bytes."""
 
 
-class Reads(NamedTuple):
-    """The reads of one rank without sharing: byte ranges, ascending by (file, start), disjoint, none empty.
-
-    `file` is the number of the file, in a numbering common to all ranks.
-    """
-
-    file: NDArray[np.int64]
-    start: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-
-
-class Costs(Struct, frozen=True):
+class Costs(NamedTuple):
     """Speeds per rank while all ranks are busy, in bytes per second.
 
     `read`: from storage.  `copy`: from memory to memory.  `network`: between hosts.
@@ -240,36 +298,61 @@ class FetchTable(NamedTuple):
     where `reader` is another) are `remote[remote_first[k]:remote_first[k + 1]]`.
     """
 
-    number: NDArray[np.int64]
-    file: NDArray[np.int64]
-    start: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    source: NDArray[np.int64]
-    reader: NDArray[np.int64]
-    turn: NDArray[np.int64]
-    taker_first: NDArray[np.int64]
-    taker: NDArray[np.int64]
-    remote_first: NDArray[np.int64]
-    remote: NDArray[np.int64]
+    number: Ints
+    file: Ints
+    start: Ints
+    nbytes: Ints
+    source: Ints
+    reader: Ints
+    turn: Ints
+    taker_first: Ints
+    taker: Ints
+    remote_first: Ints
+    remote: Ints
 
 
-class Division(Struct, frozen=True):
-    """The part of every rank, and the number of exchanges between hosts."""
+class Division(NamedTuple):
+    """The fetches of all ranks, a row for each in the order of their numbers, and the sets as in `Fetches`.
 
-    parts: tuple[FetchTable, ...]
-    num_turns: int
+    `reader` reads a fetch from storage.  `stage` is the exchange between hosts with which it comes, and in
+    which it travels if its set `of` ranks has several hosts.  In an exchange, a rank receives the fetches of
+    one `lane` of a set, and a host has at least as many ranks of the set as there are lanes.  Each exchange
+    is held in `num_steps` steps, so that no rank sends more than a bucket in one.
+    """
+
+    file: Ints
+    start: Ints
+    nbytes: Ints
+    reader: Ints
+    stage: Ints
+    lane: Ints
+    of: Ints
+    member_of: Ints
+    rank: Ints
+    host: Ints
+    num_steps: int = 1
+
+    @property
+    def turn(self) -> Ints:
+        """The exchange of each fetch between hosts, -1 where no other host wants it."""
+        return np.where(copies(self.member_of, self.host)[self.of] > 0, self.stage, -1)
+
+    @property
+    def num_turns(self) -> int:
+        """The number of exchanges between hosts."""
+        return int(self.turn.max(initial=-1)) + 1
 
 
 def divide(
-    reads: Sequence[Reads], hosts: Sequence[int], *, cell_nbytes: int, bucket_nbytes: int, costs: Costs | None
+    wants: Wants, host: Ints, *, cell_nbytes: int, bucket_nbytes: int, costs: Costs | None
 ) -> Division:
     """Divide the bytes that several ranks want among these ranks, so that each byte is read once.
 
-    Pure.  `reads[r]` are the reads of rank `r`, on host `hosts[r]`, without sharing; no read crosses a
-    multiple of `cell_nbytes`.  Reads that overlap become one fetch.  One of the ranks that want it reads it,
-    chosen such that all ranks read about equally many bytes, private ones included.  On each other host one
-    rank that wants it receives it and serves the rest of its host.  In no turn does a rank send or receive
-    more than `bucket_nbytes`, counting every copy, except for a single fetch that is larger.
+    Pure.  Rank `r` is on host `host[r]`; no read crosses a multiple of `cell_nbytes`.  Reads that overlap
+    become one fetch.  One of the ranks that want it reads it, chosen such that all ranks read about equally
+    many bytes, private ones included.  On each other host one rank that wants it receives it and serves the
+    rest of its host.  In no turn does a rank send or receive more than `bucket_nbytes`, counting every copy,
+    except for a single fetch that is larger.
 
     With `costs`, fetches that ranks read sooner alone are left out; with None all fetches are shared.
 
@@ -280,26 +363,62 @@ def divide(
 
     Raises `ProtocolError` when a rank's reads do not keep to the cells.
     """
-    host = np.unique(np.asarray(hosts, np.int64), return_inverse=True)[1].reshape(-1).astype(np.int64)
-    columns = [np.concatenate(column) for column in zip(*reads, strict=True)]
-    rank = np.repeat(np.arange(len(reads)), [len(r.file) for r in reads])
-    _require_cells(columns[1], columns[2], rank, cell_nbytes)
-    fetches = merged(columns[0], columns[1], columns[2], rank, host)
+    _require_cells(wants, cell_nbytes)
+    fetches, fetch = merged(wants, host)
+    keep = np.bincount(fetches.member_of)[fetches.of] > 1
     if costs is not None:
-        fetches = _worthwhile(fetches, host, costs)
-    alone = np.array([int(r.nbytes.sum()) for r in reads], np.int64)
-    reader = readers(fetches, alone, host)
-    routes = _routes(fetches, reader, host)
-    turn = _turns(fetches, reader, routes, bucket_nbytes)
-    num_turns = int(turn.max(initial=-1)) + 1
-    stage = np.where(turn < 0, _stages(fetches, reader, num_turns), turn)
-    return Division(_parts(fetches, reader, routes, turn=turn, stage=stage, num_ranks=len(reads)), num_turns)
+        keep &= _worthwhile(fetches, costs)
+    fetches, private = fetches.only(keep), ~np.append(keep, False)[fetch]
+    alone = np.bincount(wants.of, wants.nbytes * private, len(wants.first) - 1)
+    load = np.bincount(wants.rank, np.repeat(alone, np.diff(wants.first)), len(host)).astype(np.float64)
+    sets = _sets(fetches, host)
+    reader = readers(sets, fetches.nbytes, load)
+    turn, lane = _turns(sets, fetches.nbytes, reader, host, bucket_nbytes)
+    stage = np.where(turn < 0, _stages(fetches, reader, int(turn.max(initial=-1)) + 1), turn)
+    order = np.argsort(stage, kind="stable")
+    columns = (*fetches[:3], reader, stage, lane, fetches.of)
+    # In an exchange, a rank sends at most a bucket, or one fetch, of which every host gets a copy.
+    most = int((fetches.nbytes * copies(*fetches[5::2])[fetches.of]).max(initial=1))
+    return Division._make((*(column[order] for column in columns), *fetches[5:], -(-most // bucket_nbytes)))
 
 
-def fetch_of(reads: Reads, part: FetchTable) -> NDArray[np.int64]:
-    """Return for each of a rank's reads the row of its part that contains it, or -1 where it is private."""
+def part_of(division: Division, rank: int) -> FetchTable:
+    """Return the part of a rank."""
+    mine = np.bincount(division.member_of, division.rank == rank) > 0
+    number = np.flatnonzero(mine[division.of])
+    file, start, nbytes, reader, stage, lane, of = (column[number] for column in division[:7])
+    source, away = reader.copy(), np.zeros(len(number), np.bool_)
+    served = [[(number[:0], number[:0])], [(number[:0], number[:0])]]
+    for k in np.flatnonzero(mine).tolist():
+        rows, members = np.flatnonzero(of == k), slice(*np.searchsorted(division.member_of, (k, k + 1)))
+        ranks, host = division.rank[members], division.host[members]
+        here = host == host[ranks == rank]
+        near, far, bounds = ranks[here], ranks[~here], runs(host[~here])
+        away[rows] = (reader[rows][:, None] != near).all(axis=1)
+        receiving, sending = rows[away[rows]], rows[reader[rows] == rank]
+        source[receiving] = near[lane[receiving] % len(near)]
+        takers, serving = near[near != rank], rows[source[rows] == rank]
+        served[0].append((np.repeat(serving, len(takers)), np.tile(takers, len(serving))))
+        receivers = far[bounds[:-1] + lane[sending][:, None] % np.diff(bounds)]
+        served[1].append((np.repeat(sending, len(bounds) - 1), receivers.reshape(-1)))
+    # In each turn, fetches of this host's own readers come before those from other hosts.
+    order = np.lexsort((number, away, stage))
+    columns = [c[order] for c in (number, file, start, nbytes, source, reader, division.turn[number])]
+    for pairs in served:
+        columns += _grouped(order, *map(np.concatenate, zip(*pairs, strict=True)))
+    return FetchTable(*columns)
+
+
+def _grouped(order: Ints, rows: Ints, ranks: Ints) -> tuple[Ints, Ints]:
+    """Return the bounds of the ranks of each row, for rows in another order, and these ranks."""
+    place = np.argsort(order)[rows]
+    return bounds_of(np.bincount(place, minlength=len(order))), ranks[np.argsort(place, kind="stable")]
+
+
+def fetch_of(reads: Reads, part: FetchTable | Division) -> Ints:
+    """Return for each read the row of a part, or of all fetches, that contains it; -1 where it is private."""
     found = np.full(len(reads.file), -1, np.int64)
-    if not len(part.number) or not len(found):
+    if not len(part.file) or not len(found):
         return found
     wide = int(max((reads.start + reads.nbytes).max(), (part.start + part.nbytes).max())) + 1
     key = part.file * wide + part.start
@@ -311,93 +430,90 @@ def fetch_of(reads: Reads, part: FetchTable) -> NDArray[np.int64]:
     return found
 
 
-class _Routes(Struct, frozen=True):
-    """How fetches reach hosts: a row for each fetch and host that wants it, in order of fetch and host.
-
-    `first` cuts the rows of `Fetches.rank` by fetch and host.  `source` is the rank that has the bytes first
-    on that host: the reader on its own, a receiver on others (`away`).
-    """
-
-    fetch: NDArray[np.int64]
-    first: NDArray[np.int64]
-    source: NDArray[np.int64]
-    away: NDArray[np.bool_]
-
-
-def _require_cells(
-    start: NDArray[np.int64], nbytes: NDArray[np.int64], rank: NDArray[np.int64], cell_nbytes: int
-) -> None:
+def _require_cells(wants: Wants, cell_nbytes: int) -> None:
     """Raise `ProtocolError` naming the first rank that has a read which is empty or crosses cells."""
+    _, start, nbytes, *_ = wants
     broken = (nbytes < 1) | (start // cell_nbytes != (start + nbytes - 1) // cell_nbytes)
     if broken.any():
         row = int(broken.argmax())
         raise ProtocolError(
-            f"rank {rank[row]} means to read {nbytes[row]} bytes from byte {start[row]} of a file on, which "
-            f"is not inside one cell of {cell_nbytes} bytes",
-            remedy="run the same version of reknit on all ranks",
+            f"rank {wants.rank[wants.first[wants.of[row]]]} means to read {nbytes[row]} bytes from byte "
+            f"{start[row]} of a file on, which is not inside one cell of {cell_nbytes} bytes",
+            remedy=_SAME_VERSION,
         )
 
 
-def _worthwhile(fetches: Fetches, host: NDArray[np.int64], costs: Costs) -> Fetches:
+def _worthwhile(fetches: Fetches, costs: Costs) -> NDArray[np.bool_]:
     """Return the fetches that are quicker shared: none, if they are too few to set up sharing for."""
-    want = fetches.of_rank()
-    hosts = host[fetches.rank]
-    across = np.bincount(want[runs(want, hosts)[:-1]], minlength=len(fetches.file)) > 1
+    across = copies(fetches.member_of, fetches.host) > 0
     # Ranks that want different bytes of a fetch save less than their number says.
-    times = np.bincount(want, fetches.wanted, len(fetches.file)) / fetches.nbytes
-    shared_s = 1 / (times * costs.read) + 1 / costs.copy + across / costs.network
-    fetches = fetches.only(shared_s < 1 / costs.read)
-    taken = np.bincount(fetches.rank, fetches.nbytes[fetches.of_rank()])
-    if taken.max(initial=0) >= WORTH_NBYTES:
-        return fetches
-    return fetches.only(np.zeros(len(fetches.file), np.bool_))
-
-
-def _routes(fetches: Fetches, reader: NDArray[np.int64], host: NDArray[np.int64]) -> _Routes:
-    """Choose the receiver of each fetch on each other host: the ranks there that want it take turns."""
-    want, hosts = fetches.of_rank(), host[fetches.rank]
-    first = runs(want, hosts)
-    fetch = want[first[:-1]]
-    away = hosts[first[:-1]] != host[reader[fetch]]
-    source = reader[fetch]
-    # Counted for each set of ranks alone: else a rhythm in the file could meet the rhythm of the counting.
-    turns = occurrences(np.where(away, numbers_of(first, fetches.rank), -1))
-    row = first[:-1] + turns % np.diff(first)
-    source[away] = fetches.rank[row[away]]
-    return _Routes(fetch, first, source, away)
+    times = fetches.wanted / fetches.nbytes
+    shared_s = 1 / (times * costs.read) + 1 / costs.copy + across[fetches.of] / costs.network
+    quicker: NDArray[np.bool_] = shared_s < 1 / costs.read
+    of_set = np.bincount(fetches.of, fetches.nbytes * quicker)
+    taken = np.bincount(fetches.rank, of_set[fetches.member_of])
+    quicker &= taken.max(initial=0) >= WORTH_NBYTES
+    return quicker
 
 
 def _turns(
-    fetches: Fetches, reader: NDArray[np.int64], routes: _Routes, bucket_nbytes: int
-) -> NDArray[np.int64]:
-    """Return the exchange of each fetch: the first that has room on all ranks that send or receive it.
+    sets: Sequence[_Set], nbytes: Ints, reader: Ints, host: Ints, bucket_nbytes: int
+) -> tuple[Ints, Ints]:
+    """Return the exchange of each fetch, -1 where it stays on its host, and its lane.
 
-    No rank goes back to an earlier turn, so that it sends and receives in order of file and start.
+    Sets come one after another, those with the most bytes first, others by their marks.  In the order of
+    their ranks they would form chains.  A set begins in the last exchange of its ranks, if that has room, and
+    goes on from there.
     """
-    turn = np.full(len(reader), -1, np.int64)
-    fetch, receiver = routes.fetch[routes.away], routes.source[routes.away]
-    bounds = runs(fetch)
-    travelling = fetch[bounds[:-1]]
-    # Each rank has two buckets, an even one for fetches that it sends, an odd one for fetches that it
-    # receives.
-    num_buckets = 2 * int(fetches.rank.max(initial=-1)) + 2
-    current, filled = [0] * num_buckets, [0] * num_buckets
-    receiving = (2 * receiver + 1).tolist()
-    columns = (travelling, reader[travelling], fetches.nbytes[travelling], bounds[:-1], bounds[1:])
-    for number, rank, nbytes, begin, end in zip(*(c.tolist() for c in columns), strict=True):
-        more = [(2 * rank, nbytes * (end - begin)), *[(bucket, nbytes) for bucket in receiving[begin:end]]]
-        now = max([current[bucket] for bucket, _ in more])
-        # An empty bucket takes a fetch of any size.
-        if any([current[b] == now and 0 < filled[b] > bucket_nbytes - size for b, size in more]):
-            now += 1
-        for bucket, size in more:
-            filled[bucket] = size if current[bucket] < now else filled[bucket] + size
-            current[bucket] = now
-        turn[number] = now
-    return turn
+    turn, lane = np.full(len(reader), -1, np.int64), np.zeros(len(reader), np.int64)
+    last, filled = np.zeros(len(host), np.int64), np.zeros(len(host), np.int64)
+    for ranks, rows, _ in sorted(sets, key=lambda s: -s.nbytes):
+        counts = np.diff(runs(np.sort(host[ranks])))
+        if len(counts) == 1:
+            continue
+        begin, lanes = int(last[ranks].max()), int(counts.min())
+        before = filled[ranks] * (last[ranks] == begin)
+        columns = (np.minimum(nbytes[rows], bucket_nbytes), reader[rows], host[reader[rows]])
+        fetches = list(zip(*(column.tolist() for column in columns), strict=True))
+        lane[rows], load = _lanes(fetches, lanes, len(counts), bucket_nbytes, int(before.max()))
+        turn[rows] = begin + lane[rows] // lanes
+        last[ranks], filled[ranks] = turn[rows[-1]], load + before * (turn[rows[-1]] == begin)
+    return turn, lane
 
 
-def _stages(fetches: Fetches, reader: NDArray[np.int64], num_turns: int) -> NDArray[np.int64]:
+def _lanes(
+    rows: Sequence[tuple[int, int, int]], lanes: int, hosts: int, bucket: int, before: int
+) -> tuple[list[int], int]:
+    """Return the lane of each fetch, and the most bytes that a rank sends or receives in the last exchange.
+
+    Fetches are given with their bytes (at most a `bucket`), reader, and host of the reader.  An exchange has
+    so many `lanes`, which are numbered through all exchanges.  The first one has the bytes `before`.
+    """
+    largest, away = max(row[0] for row in rows), sum(row[0] for row in rows) * (hosts - 1) // hosts
+    exchanges = max(1, -(-away // (lanes * bucket)))
+    even = min(bucket, max(1, -(-away // (lanes * exchanges * largest))) * largest)
+    room, most = min(even, bucket - before), bucket - before
+    found, lane, end, total, load = [], 0, lanes, 0, 0
+    own, sent = dict[int, int](), dict[int, int]()
+    for nbytes, rank, host in rows:
+        own[host] = own.get(host, 0) + nbytes
+        total += nbytes
+        # A host does not receive the fetches that its own ranks read.
+        coming = total - min(own.values()) if len(own) == hosts else total
+        leaving = min(nbytes * (hosts - 1), bucket)
+        if coming > room or sent.get(rank, 0) + leaving > most:
+            lane += 1
+            if lane == end or nbytes > room or sent.get(rank, 0) + leaving > most:
+                lane, end, room, most = end, end + lanes, even, bucket
+                load, sent = 0, {}
+            own, total, coming = {host: nbytes}, nbytes, nbytes
+        sent[rank] = sent.get(rank, 0) + leaving
+        load = max(load, coming, sent[rank])
+        found.append(lane)
+    return found, load
+
+
+def _stages(fetches: Fetches, reader: Ints, num_turns: int) -> Ints:
     """Return the turn with which each fetch would come, by the bytes that its reader has read before.
 
     That is where fetches that stay on their host have their place, so that exchanges go on beside them.
@@ -410,51 +526,3 @@ def _stages(fetches: Fetches, reader: NDArray[np.int64], num_turns: int) -> NDAr
     stage = np.empty(len(reader), np.int64)
     stage[order] = before * num_turns // total
     return stage
-
-
-def _parts(
-    fetches: Fetches,
-    reader: NDArray[np.int64],
-    routes: _Routes,
-    *,
-    turn: NDArray[np.int64],
-    stage: NDArray[np.int64],
-    num_ranks: int,
-) -> tuple[FetchTable, ...]:
-    """Return every rank's rows; fetches have numbers in the order of stage, file and start."""
-    number = np.empty(len(reader), np.int64)
-    number[np.argsort(stage, kind="stable")] = np.arange(len(reader))
-    # Keys that ascend in the order of the rows of all ranks, for the fetches that a host reads or receives.
-    read_key = 2 * stage * len(reader) + number
-    wide = 2 * (int(stage.max(initial=0)) + 1) * len(reader)
-    counts = np.diff(routes.first)
-    fetch = np.repeat(routes.fetch, counts)
-    source = np.repeat(routes.source, counts)
-    key = read_key[fetch] + np.repeat(routes.away, counts) * len(reader)
-    own_key = fetches.rank * wide + key
-    order = np.argsort(own_key)
-    taking = source != fetches.rank
-    sent = routes.fetch[routes.away]
-    served = (
-        _served(own_key[order], source[taking] * wide + key[taking], fetches.rank[taking]),
-        _served(own_key[order], reader[sent] * wide + read_key[sent], routes.source[routes.away]),
-    )
-    fetch, source = fetch[order], source[order]
-    of_fetch = (number, fetches.file, fetches.start, fetches.nbytes, reader, turn)
-    parts = []
-    for a, b in pairwise(bounds_of(np.bincount(fetches.rank, minlength=num_ranks)).tolist()):
-        columns = [column[fetch[a:b]] for column in of_fetch]
-        columns.insert(4, source[a:b].copy())
-        for first, ranks in served:
-            columns += [first[a : b + 1] - first[a], ranks[first[a] : first[b]].copy()]
-        parts.append(FetchTable(*columns))
-    return tuple(parts)
-
-
-def _served(
-    key: NDArray[np.int64], served_key: NDArray[np.int64], ranks: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Group ranks by the row that serves them, and return the bounds of the groups, and the ranks."""
-    order = np.argsort(served_key, kind="stable")
-    first = np.searchsorted(served_key[order], key).astype(np.int64)
-    return np.append(first, len(ranks)), ranks[order]

@@ -287,6 +287,11 @@ class RootMetadata(Struct, frozen=True):
     answers: list[messages.ItemContents]
     tensors: tuple[TensorEntry, ...] = ()
 
+    @property
+    def places(self) -> dict[str, int]:
+        """The numbers that all ranks use for files, by path."""
+        return {file.path: number for number, file in enumerate(self.checkpoint.manifest.files)}
+
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: messages.Answer) -> OpenCheckpoint:
         """Return the root's own part of the checkpoint, with the rows of its index that it needs."""
         return replace(checkpoint, index=kept(checkpoint.index, reach))
@@ -307,6 +312,11 @@ class ReceivedMetadata(Struct, frozen=True):
         contents = Contents(manifest, names_only(tensors), blobs, message.own)
         checkpoint = opened(task.storage, contents, task.items, task.options, task.replicas, writable=True)
         return cls(checkpoint, message.files)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The numbers that all ranks use for files, by path."""
+        return dict(zip(self.files.paths, unpacked(self.files.numbers, "i8").tolist(), strict=True))
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, answer: messages.Answer) -> OpenCheckpoint:
         """Return a part of the checkpoint with the rows that it needs, and the files of these rows."""
@@ -457,20 +467,17 @@ def hand_out(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> Han
     places = {file.path: number for number, file in enumerate(checkpoint.manifest.files)}
     files = np.array([places[path] for path in index.files], np.int64)
     blocks = blocks_for(index, files, [taken[request] for request in others]) if others else []
-    alike = _alike([(request, rank.boxes) for request, rank in zip(requests, asked, strict=True)])
-    rows = {request: messages.Answer(own, alike) for request, own in zip(others, blocks, strict=True)}
+    # An answer names only the ranks with its request: those of all would be most of the bytes.
+    alike: dict[object, list[tuple[int, int]]] = {}
+    for number, (request, rank) in enumerate(zip(requests, asked, strict=True)):
+        alike.setdefault(request, []).append((number, rank.boxes))
+    rows = {r: messages.Answer(own, packed(alike[r], "u8")) for r, own in zip(others, blocks, strict=True)}
     return Handout(
-        [messages.Answer([], alike), *(rows[request] for request in requests[1:])],
+        [messages.Answer([], packed(alike[requests[0]], "u8")), *(rows[request] for request in requests[1:])],
         _left(checkpoint, asked),
         uncovered(index, frozenset(np.concatenate(list(taken.values())).tolist())),
         [item for item in checkpoint.offered if item not in checkpoint.items],
     )
-
-
-def _alike(wants: Sequence[object]) -> bytes:
-    """Return a number for each rank, which ranks with equal requests share."""
-    numbers = {want: number for number, want in enumerate(dict.fromkeys(wants))}
-    return packed([numbers[want] for want in wants], "i4")
 
 
 def _left(checkpoint: OpenCheckpoint, asked: Sequence[messages.Asked]) -> list[Name]:

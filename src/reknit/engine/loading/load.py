@@ -19,7 +19,7 @@ from reknit.engine import messages
 from reknit.engine.loading.collect import request_items, seek
 from reknit.engine.loading.contents import ReceivedMetadata, RootMetadata, read_for_all
 from reknit.engine.loading.parts import fill, load_report, load_request, plan_reads
-from reknit.engine.loading.root import judge, require_cause, rows_for
+from reknit.engine.loading.root import judge, merge_requests, require_cause, rows_for
 from reknit.engine.stored.places import CHANGED, TRIES, changed
 from reknit.events.progress import progress
 from reknit.system import start_thread
@@ -82,17 +82,17 @@ def _load(
         located = None if asked is None or whole is None else rows_for(whole, sought, asked)
         rows = turn.give(None if located is None else located.handout.answers, messages.Answer)
 
-    with recorder.phase("agree"), comm.turn(group, "agree", timeout_s) as turn:
+    with recorder.phase("agree"), comm.turn(group, "agree", timeout_s, merge=merge_requests) as turn:
         # 7 Plan the reads, and look at their files.
         reads = plan_reads(task, contents, sought, rows)
         if group.size > 1 and options.share != "never":
             for each in reads.parts:
-                each.share(task, last)
+                each.share(task, contents.places, last)
 
         # 8 Judge: a problem of any rank is an error on all ranks, before a byte of any target changes.
         # Ranks that want the same bytes divide the reads.
         requests = turn.gather(load_request(task, sought, reads))
-        decisions = None if requests is None or located is None else judge(task, located, requests)
+        decisions = None if requests is None or located is None else judge(task, located, *requests)
         decision = turn.give(decisions, messages.LoadDecision)
 
     # 9 Read and verify, and 10 deliver: first for objects, whose tensors are read into new memory.  When an

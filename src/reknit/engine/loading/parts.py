@@ -7,23 +7,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec import Struct
 
 from reknit.engine import messages
 from reknit.engine.loading.collect import unequal
 from reknit.engine.loading.read import RangeReader
-from reknit.engine.loading.root import MOST_LACKING
+from reknit.engine.loading.root import MOST_LACKING, LoadRequests
 from reknit.engine.messages import StoppedError
 from reknit.engine.reports import LoadReport, other_files, unchecked
 from reknit.engine.stored.file_checks import check_sizes
 from reknit.errors import ReknitError
-from reknit.planner.columns import unpacked
+from reknit.planner.columns import NOTHING, unpacked
 from reknit.types.shard import full_name
 from reknit.types.wanted import selects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import ExitStack
 
     from reknit.engine.loading.collect import Sought
@@ -60,17 +59,16 @@ class LoadPart(Struct):
         )
         return cls(fills, reader)
 
-    def share(self, task: LoadTask, last: ExitStack) -> None:
-        """Begin the part of this rank in a shared read, which ends with `last`."""
+    def share(self, task: LoadTask, places: Mapping[str, int], last: ExitStack) -> None:
+        """Begin the part of this rank in a shared read, which ends with `last`.
+
+        All ranks use the numbers of files in `places`.
+        """
         from reknit.engine.sharing.shared_read import SharedRead  # a rank alone shares nothing
 
-        files = self.reader.checkpoint.index.files
+        files = {places[path]: path for path in self.reader.checkpoint.index.files}
         self.shared = SharedRead.begin(task.group, task.carrier, self.reader, files, self.reader.options)
         last.callback(self.shared.close)
-
-    def offer(self) -> messages.Offer | None:
-        """Return the ranges that this rank would read, if they may be shared."""
-        return None if self.shared is None else self.shared.offer()
 
     def resharded(self) -> list[str]:
         """Return the names of the boxes that do not consist of exactly one chunk."""
@@ -131,8 +129,8 @@ def plan_reads(
         early = LoadPart.of(task, checkpoint, first) if first else None
         others = [fill for fill in fills if fill.name not in wanted.early] if first else fills
         reads = PlannedReads(early, LoadPart.of(task, checkpoint, others))
-    kinds = unpacked(rows.alike, "i4")
-    alike = np.flatnonzero(kinds == kinds[task.group.rank]).tolist()
+    ranks, boxes = unpacked(rows.alike, "u8").reshape(-1, 2).T
+    alike = ranks[boxes == boxes[ranks == task.group.rank]].tolist()
     problems.damaged.extend(_damaged(task, checkpoint, reads.parts, alike))
     if wanted.aliases and not problems.damaged:
         problems.mismatched.extend(unequal(task, checkpoint, wanted, fills))
@@ -158,18 +156,17 @@ def _damaged(
     return task.within_deadline("looking for files of", check)
 
 
-def load_request(task: LoadTask, sought: Sought, reads: PlannedReads) -> messages.LoadRequest:
+def load_request(task: LoadTask, sought: Sought, reads: PlannedReads) -> LoadRequests:
     """Return the request of this rank: names that do not fit and are not accepted, and ranges to read."""
     wanted, problems, lenient = sought.wanted, sought.problems, task.lenient
     num_filled = len({fill.name for fill in sought.fills} | problems.resized.keys()) + wanted.num_kept
     most = MOST_LACKING if lenient and not num_filled else 0
-    return messages.LoadRequest(
+    request = messages.LoadRequest(
         rank=task.group.rank,
         missing=[p for p in problems.missing if not selects(p[0], lenient)],
         mismatched=[p for p in problems.mismatched if not selects(p[0], lenient)],
         idle=list(wanted.idle),
         damaged=problems.damaged,
-        offer=reads.late.offer(),
         idle_rules=[] if sought.transformed is None else list(sought.transformed.idle),
         num_tensors=wanted.num_tensors,
         num_filled=num_filled,
@@ -178,8 +175,13 @@ def load_request(task: LoadTask, sought: Sought, reads: PlannedReads) -> message
         unfit=problems.mismatched[:most],
         refused=problems.refused,
         early=wanted.has_early,
-        early_offer=None if reads.early is None else reads.early.offer(),
     )
+    shared = [None if part is None else part.shared for part in (reads.late, reads.early)]
+    if shared[0] is None:
+        return LoadRequests([request], None)
+    from reknit.engine.saving.packing import Sections  # a rank alone offers nothing
+
+    return LoadRequests([request], Sections(*(NOTHING if each is None else each.offer() for each in shared)))
 
 
 def fill(task: LoadTask, step: FillStep, late: LoadPart) -> messages.Stopped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
@@ -15,9 +15,10 @@ from reknit.engine.loading.collect import unused_made_names
 from reknit.engine.loading.contents import hand_out
 from reknit.engine.loading.match import require_fit, strict_patterns, terms
 from reknit.errors import CommError, MismatchError
+from reknit.planner.columns import merged
 from reknit.planner.tiling import SHOWN
 from reknit.types.shard import full_name
-from reknit.types.small import spelled
+from reknit.types.small import decoder, spelled
 from reknit.types.wanted import matches, suggest
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from reknit.engine.loading.contents import Handout, RootMetadata
     from reknit.engine.loading.task import LoadTask
     from reknit.engine.messages import LoadRequest
+    from reknit.engine.saving.packing import Sections
     from reknit.options import LoadOptions
 
 
@@ -265,32 +267,53 @@ def rows_for(whole: RootMetadata, sought: Sought, asked: Sequence[messages.Asked
     return RowAnswers(whole, sought, handout._replace(left=left))
 
 
-def judge(
-    task: LoadTask, located: RowAnswers, loads: Sequence[messages.LoadRequest]
-) -> list[messages.LoadDecision]:
+class LoadRequests(NamedTuple):
+    """The requests of some ranks; `offers` are the ranges that they would read: for tensors, for objects."""
+
+    requests: list[messages.LoadRequest]
+    offers: Sections | None
+
+    def pack(self) -> bytes:
+        """Return them as one message."""
+        return messages.encode((self.requests, b"" if self.offers is None else self.offers.pack()))
+
+    @classmethod
+    def unpack(cls, parts: Sequence[bytes]) -> list[LoadRequests]:
+        """Return the content of each of several messages."""
+        from reknit.engine.saving.packing import Sections  # a rank alone packs nothing
+
+        both = [_decode(part) for part in parts]
+        offers = iter(Sections.unpack([offered for _, offered in both if offered]))
+        return [cls(requests, next(offers) if offered else None) for requests, offered in both]
+
+
+_decode = decoder(tuple[list[messages.LoadRequest], bytes])
+
+
+def merge_requests(parts: Sequence[LoadRequests]) -> LoadRequests:
+    """Return the requests of several ranks, or of several parts of the tree, as one."""
+
+    given = [part.offers for part in parts if part.offers is not None]
+    requests = [request for part in parts for request in part.requests]
+    return LoadRequests(requests, type(given[0])(*map(merged, zip(*given, strict=True))) if given else None)
+
+
+def judge(task: LoadTask, located: RowAnswers, requests: LoadRequests) -> list[messages.LoadDecision]:
     """Raise one error that lists the unfit names of all ranks; without any, divide the reads."""
+    loads = sorted(requests.requests, key=lambda load: load.rank)
     options, handout = task.options, located.handout
     taken = terms(options).takes
     unexpected = [name for key in handout.left if taken(name := full_name(*key))]
     _require_use(task, located, loads, unexpected)
     early = any(load.early for load in loads)
-    shares = _shares([load.offer for load in loads], options)
-    early_shares = _shares([load.early_offer for load in loads], options)
-    return [
-        messages.LoadDecision(unexpected, handout.items, share, early, early_share)
-        for share, early_share in zip(shares, early_shares, strict=True)
-    ]
-
-
-def _shares(
-    offers: Sequence[messages.Offer | None], options: LoadOptions
-) -> Sequence[messages.SharePlan | None]:
-    """Return the part of each rank in reading together; None where it reads alone."""
-    if not any(offers):
-        return [None] * len(offers)
+    decision = partial(messages.LoadDecision, unexpected, handout.items, early)
+    if requests.offers is None:
+        return [decision()] * len(loads)
     from reknit.engine.sharing.shared_read import share_out  # a rank alone shares nothing
 
-    return share_out(offers, options)
+    plans = (share_out(offers, len(loads), options) for offers in requests.offers)
+    # Ranks with the same plans have one object, which is encoded once.
+    return list(map(cache(decision), *plans))
 
 
 def _require_use(

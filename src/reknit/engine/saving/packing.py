@@ -9,7 +9,6 @@ import numpy as np
 
 from reknit.errors import ProtocolError
 from reknit.format.checksum import digest
-from reknit.planner.assemble import num_dims, thinned, widened
 from reknit.planner.columns import NOTHING, Blocks, RankColumns, columns_of, merged, unpacked
 from reknit.types.small import decoder
 
@@ -61,6 +60,7 @@ _decode_table: dict[str, Callable[[bytes], list[Any]]] = {
     "places": decoder(list[tuple[str, ...]]),
     "kept": decoder(list[tuple[str, str, str]]),
     "unequal": decoder(list[tuple[str, str, str]]),
+    "reads": decoder(list[bytes]),
 }
 
 
@@ -116,6 +116,8 @@ def merge_claims(parts: Sequence[Sections]) -> Sections:
 
     The order in which parts are merged, and in how many steps, makes no difference.
     """
+    from reknit.planner.assemble import thinned  # a rank without ranks below it merges nothing
+
     claims, shards = zip(*parts, strict=True)
     return Sections(thinned(merged(claims)), merged(shards))
 
@@ -131,6 +133,8 @@ def merge_receipts(parts: Sequence[Sections]) -> Sections:
 
 def merged_chunks(parts: Sequence[RankColumns]) -> RankColumns:
     """Return the chunks of all parts, with the dimensions of the widest."""
+    from reknit.planner.assemble import num_dims, widened  # as above
+
     ndim = max((num_dims(part) for part in parts), default=0)
     return merged([widened(part, ndim) for part in parts if len(part.ranks)])
 

@@ -8,7 +8,7 @@ import secrets
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -20,20 +20,30 @@ from reknit.engine.sharing.host_exchange import BUCKET_NBYTES, largest
 from reknit.engine.sharing.tracker import HostLink
 from reknit.environment import host_name, num_threads
 from reknit.events.phase import Stopwatch
-from reknit.planner.columns import distinct, packed, unpacked
-from reknit.planner.sharing import WORTH_NBYTES, Costs, Division, FetchTable, Reads, divide, fetch_of
+from reknit.planner.columns import columns_of, distinct, packed, unpacked
+from reknit.planner.sharing import (
+    WORTH_NBYTES,
+    Costs,
+    Division,
+    Reads,
+    Wants,
+    divide,
+    fetch_of,
+    lists_of,
+    part_of,
+    runs,
+)
 from reknit.types.small import spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.group import Group
     from reknit.engine.sharing.exchange import PlanReader
     from reknit.engine.sharing.host_exchange import Carrier
     from reknit.events.phase import Recorder
     from reknit.options import LoadOptions
+    from reknit.planner.columns import RankColumns
 
 
 logger = logging.getLogger("reknit")
@@ -44,72 +54,58 @@ _NETWORK_RATE = 1e9
 """Estimate: bytes per second between hosts, for each rank: its part of a 10-gigabit link."""
 
 
-def share_out(
-    offers: Sequence[messages.Offer | None], options: LoadOptions
-) -> list[messages.SharePlan | None]:
+def share_out(offers: RankColumns, size: int, options: LoadOptions) -> list[messages.SharePlan | None]:
     """Decide, on the root, which rank reads a range for which ranks; None for a rank that reads alone."""
-    alone: list[messages.SharePlan | None] = [None] * len(offers)
-    there = [offer for offer in offers if offer is not None]
-    if len(there) < len(offers) or len({(o.cell, o.verify == "off") for o in there}) > 1:
-        return alone
-    numbers: dict[str, int] = {}
-    for offer in there:
-        for path in offer.files:
-            numbers.setdefault(path, len(numbers))
-    own = [np.array([numbers[path] for path in offer.files], np.int64) for offer in there]
-    reads = [_reads(offer, files) for offer, files in zip(there, own, strict=True)]
-    division = _divide(there, reads, options)
-    num_steps = _num_steps(division, _bucket_nbytes(there, options))
-    answers = alone
-    for rank, part in enumerate(division.parts):
-        if not len(part.number) and not division.num_turns:
-            continue
-        local = np.full(len(numbers), -1, np.int64)
-        local[own[rank]] = np.arange(len(own[rank]))
-        columns = part._replace(file=local[part.file])
-        answers[rank] = messages.SharePlan(
-            division.num_turns,
-            num_steps,
-            [packed(column, "i8") for column in columns],
-            {taker: there[taker].link for taker in distinct(part.taker)},
-        )
+    answers: list[messages.SharePlan | None] = [None] * size
+    if len(offers.ranks) < size:
+        return answers
+    cell, unverified, rates = offers.lists["terms"].flat().reshape(-1, 3).T
+    is_timed = options.share == "auto"
+    if (cell != cell[0]).any() or (unverified != unverified[0]).any() or (is_timed and not rates.any()):
+        return answers
+    costs = Costs(float(np.median(rates[rates > 0])), _COPY_RATE, _NETWORK_RATE) if is_timed else None
+    reads, hosts = offers.lists["reads"], offers.lists["host"].flat()
+    wants = Wants.collected(offers.tables["reads"], reads.flat(), np.repeat(offers.ranks, reads.counts))
+    together = [wants]
+    if hosts.any() and not _carried(offers):
+        together = [wants.only(hosts == host) for host in distinct(hosts)]
+    # A rank receives into two buckets, and sends from one or two.
+    bucket = max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), int(cell[0]))
+    for part in together:
+        division = divide(part, hosts, cell_nbytes=int(cell[0]), bucket_nbytes=bucket, costs=costs)
+        plan = _plan(division, offers)
+        for rank in range(size) if plan.num_turns else distinct(division.rank):
+            answers[rank] = plan
     return answers
 
 
-def _divide(offers: Sequence[messages.Offer], reads: Sequence[Reads], options: LoadOptions) -> Division:
-    """Divide the reads among all ranks, or on each host alone where nothing carries bytes between hosts."""
-    costs = None
-    if options.share == "auto":
-        rates = [offer.read_rate for offer in offers if offer.read_rate]
-        if not rates:
-            return Division(tuple(_no_part() for _ in offers), 0)
-        costs = Costs(float(np.median(rates)), _COPY_RATE, _NETWORK_RATE)
-    names = list(dict.fromkeys(offer.host for offer in offers))
-    hosts = [names.index(offer.host) for offer in offers]
-
-    def divided(reads: Sequence[Reads]) -> Division:
-        cell, bucket = offers[0].cell, _bucket_nbytes(offers, options)
-        return divide(reads, hosts, cell_nbytes=cell, bucket_nbytes=bucket, costs=costs)
-
-    if len(names) == 1 or _carried([offer.carries for offer in offers]):
-        return divided(reads)
-    none = Reads(*(np.zeros(0, np.int64) for _ in range(3)))
-    parts = [_no_part()] * len(offers)
-    for host in range(len(names)):
-        mine = [r if h == host else none for r, h in zip(reads, hosts, strict=True)]
-        for rank, part in enumerate(divided(mine).parts):
-            if hosts[rank] == host:
-                parts[rank] = part
-    return Division(tuple(parts), 0)
+def _plan(division: Division, offers: RankColumns) -> messages.SharePlan:
+    """Return a division as a message, with the addresses of ranks that share bytes within their host."""
+    bounds = runs(division.member_of, division.host)
+    near = np.repeat(np.diff(bounds) > 1, np.diff(bounds))
+    links, names = offers.lists["link"].flat(), offers.tables["link"]
+    return messages.SharePlan(
+        division.num_turns,
+        division.num_steps,
+        [packed(column, kind) for column, kind in zip(division[:-1], _KINDS, strict=True)],
+        {rank: names[links[rank]] for rank in distinct(division.rank[near])},
+    )
 
 
-def _bucket_nbytes(offers: Sequence[messages.Offer], options: LoadOptions) -> int:
-    # A rank receives into two buckets, and sends from one or two.
-    return max(min(BUCKET_NBYTES, options.inflight_nbytes // 8), offers[0].cell)
+def division_of(share: messages.SharePlan) -> Division:
+    """Return the division that a plan has as a message."""
+    parts = (unpacked(data, kind).astype(np.int64) for data, kind in zip(share.columns, _KINDS, strict=True))
+    return Division._make((*parts, share.num_steps))
 
 
-def _carried(kinds: Sequence[str | None]) -> bool:
+_KINDS = ("i4", "i8", "i8", "i4", "i4", "i4", "i4", "i4", "i4", "i4")
+"""The types of the columns of a division."""
+
+
+def _carried(offers: RankColumns) -> bool:
     """Return whether all ranks can send bytes to other hosts, in the same way; log the reason if not."""
+    column, names = offers.lists["carries"], offers.tables["carries"]
+    kinds = [names[number[0]] if len(number) else None for number in column.lists()]
     if len(set(kinds)) == 1:
         if kinds[0]:
             return True
@@ -126,55 +122,17 @@ def _carried(kinds: Sequence[str | None]) -> bool:
     return False
 
 
-def _num_steps(division: Division, bucket_nbytes: int) -> int:
-    """Return in how many steps each exchange is held, so that no rank sends more than a bucket in one.
-
-    A fetch that goes to many hosts has more bytes, since each of them gets a copy.
-    """
-    most = 1
-    for part in division.parts:
-        leaving = part.nbytes * np.diff(part.remote_first)
-        sent = np.bincount(np.maximum(part.turn, 0), leaving, minlength=1)
-        most = max(most, -(-int(sent.max()) // bucket_nbytes))
-    return most
-
-
-def _no_part() -> FetchTable:
-    empty, first = np.zeros(0, np.int64), np.zeros(1, np.int64)
-    return FetchTable(
-        number=empty,
-        file=empty,
-        start=empty,
-        nbytes=empty,
-        source=empty,
-        reader=empty,
-        turn=empty,
-        taker_first=first,
-        taker=empty,
-        remote_first=first,
-        remote=empty,
-    )
-
-
-def _reads(offer: messages.Offer, files: NDArray[np.int64]) -> Reads:
-    """Return the ranges that a rank would read, by the numbers of files that all ranks have in common."""
-    file, start, nbytes = (unpacked(column, "i8") for column in offer.columns)
-    file = files[file]
-    order = np.lexsort((start, file))
-    return Reads(file[order], start[order], nbytes[order])
-
-
 _MOST_SLOTS = 8
 """Fetches that a rank reads before others have taken them."""
 
 
 class SharedRead(Struct, frozen=True):
-    """One rank's side of a shared read; `files` are the paths of the files that the reader's plan numbers."""
+    """One rank's side of a shared read; `files` are those of the plan: their common numbers, and paths."""
 
     group: Group
     carrier: Carrier | None
     reader: PlanReader
-    files: Sequence[str]
+    files: Mapping[int, str]
     link: HostLink | None
     options: LoadOptions
 
@@ -184,7 +142,7 @@ class SharedRead(Struct, frozen=True):
         group: Group,
         carrier: Callable[[], Carrier] | None,
         reader: PlanReader,
-        files: Sequence[str],
+        files: Mapping[int, str],
         options: LoadOptions,
     ) -> SharedRead:
         """Return this rank's side, which `close` ends; `carrier` makes the transport to other hosts."""
@@ -194,18 +152,24 @@ class SharedRead(Struct, frozen=True):
                 link = HostLink(group.rank)
         return cls(group=group, carrier=carries, reader=reader, files=files, link=link, options=options)
 
-    def offer(self) -> messages.Offer:
-        """Return the ranges that this rank would read alone, and its address for other ranks."""
-        return messages.Offer(
-            host=(self.link and host_id()) or secrets.token_hex(8),
-            link="" if self.link is None else self.link.address,
-            carries=None if self.carrier is None else self.carrier.kind,
-            cell=self.reader.cell_nbytes,
-            verify=self.options.verify,
-            read_rate=self._read_rate() if self.options.share == "auto" else 0.0,
-            files=list(self.files),
-            columns=[packed(column, "i8") for column in self._reads()],
-        )
+    def offer(self) -> RankColumns:
+        """Return the ranges that this rank would read alone, and its ways to share them, as columns.
+
+        Ranks with equal `host` reach each other by `link`.  `carries` has the way of bytes to other hosts, if
+        there is a process group.  That is a type of device, or nothing if the group has no backend for one
+        that is there.  `terms` are the size of the cells that reads keep to, whether they are not verified,
+        and the measured bytes per second, 0 if they were not measured.
+        """
+        reads, rate = self._reads(), self._read_rate() if self.options.share == "auto" else 0
+        order = np.lexsort((reads.start, reads.file))
+        tables: dict[str, Sequence[Any]] = {
+            "host": [(self.link and host_id()) or secrets.token_hex(8)],
+            "link": ["" if self.link is None else self.link.address],
+            "carries": [] if self.carrier is None else [self.carrier.kind],
+            "reads": lists_of(Reads(*(column[order] for column in reads))),
+        }
+        terms = [self.reader.cell_nbytes, self.options.verify == "off", rate]
+        return columns_of(self.group.rank, tables, {"terms": (terms, "")})
 
     def reserve(self, share: messages.SharePlan) -> None:
         """Take the memory that exchanges with other hosts need, while no rank waits for this one in them.
@@ -213,15 +177,15 @@ class SharedRead(Struct, frozen=True):
         Raises `ShortageError` where a device does not have it.
         """
         if self.carrier is not None and share.num_turns:
-            sizes = largest(self.group.rank, _part(share), share.num_steps)
-            self.carrier.reserve(sizes.sent, sizes.received)
+            part = part_of(division_of(share), self.group.rank)
+            self.carrier.reserve(*largest(self.group.rank, part, share.num_steps)[:2])
 
     def run(self, share: messages.SharePlan, recorder: Recorder, timeout_s: float) -> int:
         """Read together with the others, as the root decided; return the bytes that came from them.
 
         Raises `StoppedError` when another rank gave up, which then says why.
         """
-        part = _part(share)
+        part = part_of(division_of(share), self.group.rank)
         rows: list[list[int]] = [[] for _ in part.number]
         private: list[int] = []
         for number, row in enumerate(fetch_of(self._reads(), part).tolist()):
@@ -232,7 +196,7 @@ class SharedRead(Struct, frozen=True):
             num_steps=share.num_steps,
             rows=rows,
             paths=[self.files[file] for file in part.file.tolist()],
-            peers=share.peers,
+            peers={taker: share.links[taker] for taker in distinct(part.taker)},
             cell_nbytes=self.reader.cell_nbytes,
             num_slots=max(min(_MOST_SLOTS, self.options.inflight_nbytes // self.reader.cell_nbytes // 4), 1),
         )
@@ -250,8 +214,8 @@ class SharedRead(Struct, frozen=True):
         try:
             threads = max(2, num_threads(self.options.threads))
             with self.reader.transfer:
-                budget, arenas = self.options.inflight_nbytes, self.reader.arenas
-                exchange.run(threads, self.reader.arena_nbytes, budget, arenas)
+                budget = self.options.inflight_nbytes
+                exchange.run(threads, self.reader.arena_nbytes, budget, self.reader.arenas)
         finally:
             self.reader.record(recorder)
             if self.carrier is not None:
@@ -268,31 +232,28 @@ class SharedRead(Struct, frozen=True):
     def _reads(self) -> Reads:
         """Return the reads that others may want as well: not strided reads, which are many and small."""
         plan = self.reader.plan
-        return Reads(plan.read_file, plan.read_start, plan.read_nbytes)
+        numbers = np.array(list(self.files), np.int64)
+        return Reads(numbers[plan.read_file], plan.read_start, plan.read_nbytes)
 
-    def _read_rate(self) -> float:
+    def _read_rate(self) -> int:
         """Measure how fast this rank reads while the others do the same, in bytes per second."""
         plan = self.reader.plan
         if int(plan.read_nbytes.sum()) < WORTH_NBYTES:
-            return 0.0
+            return 0
         # Not a small read, whose time is that of the call, and not the first one, which may be cached.
         largest = np.flatnonzero(plan.read_nbytes == plan.read_nbytes.max())
         read = largest[len(largest) // 2]
         # One block is enough, and hardly counts among the bytes that are read.
         nbytes = min(int(plan.read_nbytes[read]), self.reader.block_nbytes)
         memory, reading = np.ones(nbytes, np.uint8), Stopwatch()
-        path, start = self.files[plan.read_file[read]], int(plan.read_start[read])
+        path, start = list(self.files.values())[plan.read_file[read]], int(plan.read_start[read])
 
         def fetch() -> None:
             with reading.timed():  # without the time that the thread takes to start
                 self.reader.fetch(path, start, memory)
 
         within(self.options.timeout_s, self.reader.under_way, fetch)
-        return len(memory) / max(reading.seconds, 1e-9)
-
-
-def _part(share: messages.SharePlan) -> FetchTable:
-    return FetchTable(*(unpacked(column, "i8") for column in share.columns))
+        return max(1, int(len(memory) / max(reading.seconds, 1e-9)))
 
 
 def host_id() -> str | None:
