@@ -127,7 +127,7 @@ class Climb:
         if len(parts) == 1 or not any(parts):  # a leaf, or no second save
             return parts[0]
         begin = time.process_time()
-        merged = self.merge(self.kind.unpack(parts)).pack()
+        merged: bytes = self.merge(self.kind.unpack(parts)).pack()
         self.busiest_s = max(self.busiest_s, time.process_time() - begin)
         return merged
 

@@ -178,7 +178,8 @@ class SharedRead(Struct, frozen=True):
         """
         if self.carrier is not None and share.num_turns:
             part = part_of(division_of(share), self.group.rank)
-            self.carrier.reserve(*largest(self.group.rank, part, share.num_steps)[:2])
+            most = largest(self.group.rank, part, share.num_steps)
+            self.carrier.reserve(most.sent, most.received)
 
     def run(self, share: messages.SharePlan, recorder: Recorder, timeout_s: float) -> int:
         """Read together with the others, as the root decided; return the bytes that came from them.
