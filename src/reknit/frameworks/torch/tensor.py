@@ -145,9 +145,12 @@ class TorchArrays:
 
     def changed(self, memories: Iterable[Any]) -> None:
         """Increment the versions of memory that was written past torch: older graphs must not use it."""
-        for memory in memories:
-            if isinstance(memory, torch.Tensor):
-                increment_version(memory)
+        tensors = [memory for memory in memories if isinstance(memory, torch.Tensor)]
+        try:
+            increment_version(tensors)
+        except TypeError:  # of an older torch, which takes one tensor at a time
+            for tensor in tensors:
+                increment_version(tensor)
 
     def form(self, tensor: Any) -> TensorSpec | None:
         """Return shape and dtype of a tensor; None for a nested one, which has no shape."""

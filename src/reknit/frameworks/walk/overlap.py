@@ -63,8 +63,14 @@ def overlapping(shards: Sequence[Shard]) -> list[list[int]]:
     """
     spaces: dict[Any, tuple[list[int], list[int], list[int]]] = {}
     flats: dict[int, tuple[Any, int, int]] = {}
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
     for number, shard in enumerate(shards):
-        space, low, high = _ends(shard.memory, flats)
+        memory = shard.memory
+        if type(memory) is kind and memory.is_cpu and memory.is_contiguous():  # nearly all memory
+            space, low = "cpu", memory.data_ptr()
+            high = low + memory.nbytes
+        else:
+            space, low, high = _ends(memory, flats)
         if low < high:
             held, lows, highs = spaces.setdefault(space, ([], [], []))
             held.append(number)
@@ -297,10 +303,15 @@ def require_writable(held: Iterable[tuple[object, Any]]) -> None:
     The kernel's list is read once, and only for memory that neither torch nor NumPy allocated itself.  torch
     does not record the protection of such memory, and presents it to NumPy as writable.
     """
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
     foreign = [
         (place, memory)
         for place, memory in held
-        if _is_foreign(memory.memory if type(memory) is Strided else memory)
+        if (
+            not memory.untyped_storage().resizable()
+            if type(memory) is kind and memory.is_cpu
+            else _is_foreign(memory.memory if type(memory) is Strided else memory)
+        )
     ]
     if not foreign:
         return
