@@ -41,7 +41,7 @@ class Loading(Selecting):
     """A walk over the target that collects the requests of a load."""
 
     adapters: tuple[LoadAdapter, ...]
-    look: TensorSigner | None = None
+    signer: TensorSigner | None = None
     fills = True
     blobs: list[Entry] = field(default_factory=list)
     taken_back: list[Entry] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Loading(Selecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.kinds: frozenset[type] = frozenset() if self.look is None else self.look.kinds
+        self.kinds: frozenset[type] = frozenset() if self.signer is None else self.signer.kinds
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Request the tensors and values of an object of any kind."""
@@ -122,10 +122,10 @@ class Loading(Selecting):
     def _look(self) -> None:
         """Request the tensors that `tensor` has got since the last time, which are looked at together."""
         seen, self._seen = self._seen, []
-        if self.look is None or not seen:
+        if self.signer is None or not seen:
             return
         tensors, places, _ = zip(*seen, strict=True)
-        views = self.look.views(tensors, places, self.world)
+        views = self.signer.views(tensors, places, self.world)
         for view, (tensor, place, early) in zip(views, seen, strict=True):
             if view is not None:
                 self.view(view, place, tensor, early=early)
