@@ -201,6 +201,14 @@ class Loading(Selecting):
             self._take_value(place)
         return found
 
+    def again(self, place: Place, taken: Place) -> bool:
+        """Request a saved value if it is that of another place, which `value` took; return whether it is."""
+        if not self.saved.is_same(place, taken) or not self.takes(place):
+            return False
+        self.claim_name(place, ("value", object()), None)
+        self._take_value(place)
+        return True
+
     def _take_value(self, place: Place) -> None:
         shared = self.catalog.blobs.get(place.item, {})
         (self.blobs if place.fqn in shared else self.taken_back).append((place.item, place.fqn))

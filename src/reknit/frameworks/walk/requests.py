@@ -209,6 +209,11 @@ class RankCatalog:
             return FoundValue(from_neutral(mine[place.fqn], given=give))
         return FoundValue(None, self.differed(place) or "the checkpoint does not have it")
 
+    def is_same(self, place: Place, other: Place) -> bool:
+        """Return whether all ranks shared one value for two places, which its reader recognised as one."""
+        shared, same = (self._catalog.blobs.get(one.item, {}).get(one.fqn) for one in (place, other))
+        return shared is same and type(shared) is dict
+
     def differed(self, place: Place) -> str | None:
         """Return the error text for a value that differed between ranks and that this rank does not have."""
         saved = self.ranks_saved(place.item)
