@@ -123,6 +123,7 @@ class OptimizerLoad:
     loading: Loading
 
     sharded: Mapping[str, int] = field(default_factory=dict)
+    names: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbered = optimizer_options.find_numbered(self.slots, self.place, self.loading)
@@ -201,7 +202,9 @@ class OptimizerLoad:
             return False
         below, found = self._states_of(slot).fqn, list[tuple[Any, Place]]()
         for one in elements:
-            state, fqn = current.get(name_of(one)), f"{below}/{one}"
+            if one not in self.names:
+                self.names[one] = name_of(one)
+            state, fqn = current.get(self.names[one]), f"{below}/{one}"
             if fqn not in saved or type(state) not in loading.kinds:
                 return False
             if not state_memory.is_in_form(state, parameter, saved[fqn]):

@@ -84,7 +84,7 @@ class TorchSigner:
 
         Tensors of one form have all but their memory in common.
         """
-        forms: dict[Any, _Form | None] = {}
+        forms: dict[Any, Any] = {}
         found: list[View | None] = []
         with torch.no_grad(), torch_private.quick_access():
             for tensor, place in zip(tensors, places, strict=True):
@@ -100,9 +100,10 @@ class TorchSigner:
                     found.append(None)
                     continue
                 key = (dtype, local.shape, *layout)
-                if key not in forms:
-                    forms[key] = _form_of(tensor, local, TensorSpec(tuple(tensor.shape), dtype), place, world)
-                form = forms[key]
+                form = forms.get(key, key)
+                if form is key:  # the first of its form
+                    spec = TensorSpec(tuple(tensor.shape), dtype)
+                    form = forms[key] = _form_of(tensor, local, spec, place, world)
                 found.append(None if form is None else form.view(tensor, local))
         return found
 
@@ -133,7 +134,7 @@ def _form_of(tensor: Any, local: Any, spec: TensorSpec, place: Place, world: Wor
         parts, replicas = dtensor.look(tensor, local, place, world)
         if len(parts) != 1 or parts[0][1] is not local:
             return None
-        box, layout = parts[0][0], (spec.shape, tuple(tensor.placements))
+        box, layout = parts[0][0], dtensor.form_of(tensor)
     return _Form(spec, box, replicas, not local.numel(), lengths, layout)
 
 

@@ -134,7 +134,7 @@ class TorchArrays:
             spec = TensorSpec(declared.shape, spec.dtype)
             return View(spec, declared.of(local), world.alone, memory, settle)
         if dtensor.is_dtensor(tensor):
-            memory = _memory_key(tensor, local, tuple(tensor.shape), tuple(tensor.placements))
+            memory = _memory_key(tensor, local, *dtensor.form_of(tensor))
             parts, holders = dtensor.look(tensor, local, place, world)
             return View(spec, parts, holders, memory, settle)
         return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory_key(tensor, local), settle)
