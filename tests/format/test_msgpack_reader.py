@@ -210,8 +210,8 @@ def options(**more: Any) -> dict[str, Any]:
 def test_equal_plain_values_of_a_file_are_one_object_where_the_caller_allows_it() -> None:
     inside = msgspec.msgpack.Ext(9, msgspec.msgpack.encode(b"ab"))
     other, longer = options(lr=-0.0), options(lr=0.0, more=1)
-    values = {"a": options(), "b": options(), "c": options(lr=0.0), "d": other, "e": longer, "f": options()}
-    values |= {"g": {"array": inside}, "h": {"array": inside}, "i": [1, 2], "j": [1, 2]}
+    values: dict[str, Any] = {"a": options(), "b": options(), "c": options(lr=0.0), "d": other, "e": longer}
+    values |= {"f": options(), "g": {"array": inside}, "h": {"array": inside}, "i": [1, 2], "j": [1, 2]}
     data = msgspec.msgpack.encode(values)
 
     def unpack(code: int, payload: bytes) -> bytearray:

@@ -345,11 +345,12 @@ def _members(
                         viewed = {_identity(one): one for _, one in (*buffers, *parameters)}
                     found = viewed.get(_identity(value))
                     value = found if found is not None and flat_part.is_declared(found) else value
-                is_buffer, is_live = found is not None and id(found) not in own, found is not None
+                is_buffer = found is not None and id(found) not in own
                 kind: Kind = "buffer" if is_buffer else "parameter"
                 claim = names.claim(whole_key, value, is_buffer=is_buffer, world=world)
-                frozen = is_live and not is_buffer and not found.requires_grad
-                yield Member(state, key, name, value, kind, live=is_live, claim=claim, frozen=frozen)
+                frozen = found is not None and not is_buffer and not found.requires_grad
+                live = found is not None
+                yield Member(state, key, name, value, kind, live=live, claim=claim, frozen=frozen)
 
 
 def _identity(tensor: torch.Tensor) -> Any:

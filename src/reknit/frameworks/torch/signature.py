@@ -88,7 +88,7 @@ class TorchSigner:
         found: list[View | None] = []
         with torch.no_grad(), torch_private.quick_access():
             for tensor, place in zip(tensors, places, strict=True):
-                local, layout = tensor, ()
+                local, layout = tensor, tuple[Any, ...]()
                 if type(tensor) is self._dtensor:
                     local, layout = torch_private.placed(tensor)
                 if local.__dict__ and (layout or flat_part.is_declared(tensor)):

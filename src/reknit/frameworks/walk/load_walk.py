@@ -41,7 +41,7 @@ class Loading(Selecting):
     """A walk over the target that collects the requests of a load."""
 
     adapters: tuple[LoadAdapter, ...]
-    signer: TensorSigner | None = None
+    signer: TensorSigner | None = field(default=None, kw_only=True)
     fills = True
     blobs: list[Entry] = field(default_factory=list)
     taken_back: list[Entry] = field(default_factory=list)
