@@ -1,4 +1,4 @@
-"""The tensors of a target, looked at together: what is found of each is what a look at it alone finds."""
+"""Tensors of a target that are looked at together have the views that they have alone."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_options_that_differ_within_a_group_of_the_target_are_refused(tmp_path: 
 
 
 def calls_of(action: Callable[[], object]) -> int:
-    """Return how many functions of Python an action calls in this thread."""
+    """Return the number of calls of Python functions in this thread during an action."""
     found = 0
 
     def count(frame: Any, event: str, arg: object) -> None:

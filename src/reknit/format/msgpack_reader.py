@@ -161,7 +161,7 @@ def _read(reader: _Reader, data: bytes | MappedFile | memoryview) -> Any:
     return value
 
 
-class _Known(NamedTuple):
+class _ReadValue(NamedTuple):
     """A value that was read: its bytes, and the memory that its structure takes."""
 
     data: bytes
@@ -181,7 +181,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Reader:
-    recent: list[_Known] | None = None
+    recent: list[_ReadValue] | None = None
     """The last different values of the outermost map, if equal ones may be one object."""
     remedy = (
         "save long lists and large tables as tensors or arrays; of a checkpoint that you trust, "
@@ -335,7 +335,7 @@ class _Reader:
         value = self.value(depth)
         nbytes = self.position - start
         if type(value) is dict and nbytes <= _MOST_KNOWN_NBYTES and _is_plain(value):
-            known = _Known(bytes(self._data[start : self.position]), value, left - self._left)
+            known = _ReadValue(bytes(self._data[start : self.position]), value, left - self._left)
             self.recent = [known, *recent[: _MOST_KNOWN - 1]]
         return value
 
