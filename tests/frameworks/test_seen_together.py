@@ -240,5 +240,5 @@ def many_tensors(number: int) -> dict[str, Any]:
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions compile comprehensions otherwise")
 def test_a_load_calls_few_functions_for_each_tensor(tmp_path: Path) -> None:
-    assert calls_for_each((64, 192), many_tensors, tmp_path / "many") < 13
-    assert calls_for_each((64, 192), trained, tmp_path / "trained") < 4 * 35  # four tensors for a parameter
+    assert calls_for_each((64, 192), many_tensors, tmp_path / "many") < 7
+    assert calls_for_each((64, 192), trained, tmp_path / "trained") < 4 * 25  # four tensors for a parameter
