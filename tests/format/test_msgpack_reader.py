@@ -201,3 +201,42 @@ def test_what_follows_the_value_of_an_extension_is_not_taken_for_the_next_member
     assert read(b"\x92\xd4\x01\xc0\xc2") == [(1, None), False]
     with pytest.raises(CorruptError, match="more than one value"):
         read(b"\x92\xd5\x01\xc0\xc2")
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"lr": 0.1, "betas": [0.9, 0.999], "name": "x" * 40} | more
+
+
+def test_equal_plain_values_of_a_file_are_one_object_where_the_caller_allows_it() -> None:
+    inside = msgspec.msgpack.Ext(9, msgspec.msgpack.encode(b"ab"))
+    other, longer = options(lr=-0.0), options(lr=0.0, more=1)
+    values: dict[str, Any] = {"a": options(), "b": options(), "c": options(lr=0.0), "d": other, "e": longer}
+    values |= {"f": options(), "g": {"array": inside}, "h": {"array": inside}, "i": [1, 2], "j": [1, 2]}
+    data = msgspec.msgpack.encode(values)
+
+    def unpack(code: int, payload: bytes) -> bytearray:
+        return bytearray(payload)
+
+    apart, found = read_msgpack(data, unpack), read_msgpack(data, unpack, writable=True)
+    assert repr(found) == repr(apart)
+    assert list(found) == list(values)
+    assert found["a"] is found["b"] is found["f"]
+    assert len({id(found[name]) for name in "acdeghij"}) == 8
+    assert len({id(value) for value in apart.values()}) == len(apart)
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_file_that_ends_within_a_value_that_began_like_another_is_refused(cut: int) -> None:
+    data = msgspec.msgpack.encode({"a": options(), "b": options()})
+    with pytest.raises(CorruptError, match="truncated"):
+        read_msgpack(data[:-cut], lambda code, payload: None, writable=True)
+
+
+def test_values_that_are_read_once_count_as_structure_as_often_as_they_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = msgspec.msgpack.encode({str(number): options() for number in range(50)})
+    monkeypatch.setattr(msgpack_reader, "_MOST_STRUCTURE", 10_000)
+    for writable in (False, True):
+        with pytest.raises(FormatError, match="too many lists, maps and texts"):
+            read_msgpack(data, lambda code, payload: None, writable=writable)

@@ -123,8 +123,9 @@ def decode_blobs(
 
     Memory of `file_memory` can be decoded once: its pages go back to the system while they are read.  With
     `writable`, the binaries of a `Tagged` are a `bytearray`, which its original can take as its memory.
-    Nothing is imported or run to build them, unless `allow_pickle`.  Raises `CorruptError` for damage, and
-    `FormatError` for pickled values without `allow_pickle` and for values above a limit.
+    Equal values may then be one object, which must stay as it is.  Nothing is imported or run to build them,
+    unless `allow_pickle`.  Raises `CorruptError` for damage, and `FormatError` for pickled values without
+    `allow_pickle` and for values above a limit.
     """
     if len(data) > MAX_BLOBS_NBYTES:
         raise FormatError(f"the file of blobs has {len(data)} bytes; {MAX_BLOBS_NBYTES} is the limit")

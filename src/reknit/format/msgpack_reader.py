@@ -12,7 +12,7 @@ import mmap
 import re
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -133,10 +133,12 @@ def read_msgpack(
     Raises `CorruptError`, or `FormatError` for more structure than `check_structure` allows, and for more
     than `MAX_DEPTH` levels of arrays, maps and extensions; the array that is all of an extension's payload
     does not count.  `trusted` data may have as much structure as older versions wrote.  With `writable`, the
-    binaries of tagged values are a `bytearray`.
+    binaries of tagged values are a `bytearray`, and equal values of a map may be one object, which must stay
+    as it is.
     """
     reader = _Reader(data, unpack, _MOST_TRUSTED if trusted else _MOST_STRUCTURE)
     reader.large.writable = writable
+    reader.recent = [] if writable else None
     return _read(reader, data)
 
 
@@ -159,7 +161,28 @@ def _read(reader: _Reader, data: bytes | MappedFile | memoryview) -> Any:
     return value
 
 
+class _ReadValue(NamedTuple):
+    """A value that was read: its bytes, and the memory that its structure takes."""
+
+    data: bytes
+    value: Any
+    charged: int
+
+
+_MOST_KNOWN, _MOST_KNOWN_NBYTES = 8, 4 << 10
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value consists of dicts, lists, tuples and values that never change."""
+    if type(value) in (dict, list, tuple):
+        return all(map(_is_plain, value.values() if type(value) is dict else value))
+    return type(value) in _PLAIN
+
+
 class _Reader:
+    recent: list[_ReadValue] | None = None
+    """The last different values of the outermost map, if equal ones may be one object."""
     remedy = (
         "save long lists and large tables as tensors or arrays; of a checkpoint that you trust, "
         "LoadOptions(allow_pickle=True) reads more"
@@ -297,8 +320,24 @@ class _Reader:
                 raise CorruptError(f"a map has a key that is not a string, before byte {self.position}")
             if key in members:
                 raise CorruptError(f"a map has the key {key[:200]!r} twice")
-            members[key] = self.value(depth)
+            members[key] = self.value(depth) if depth > 1 or self.recent is None else self._shared(depth)
         return members
+
+    def _shared(self, depth: int) -> Any:
+        """Read a value; one with the bytes of an earlier one, as options of parameters have, is the same."""
+        recent, start, left = self.recent or [], self.position, self._left
+        for known in recent:
+            stop = start + len(known.data)
+            if self._data[start:stop] == known.data:  # no value begins with all of another one
+                self.position = stop
+                self._charge(known.charged)
+                return known.value
+        value = self.value(depth)
+        nbytes = self.position - start
+        if type(value) is dict and nbytes <= _MOST_KNOWN_NBYTES and _is_plain(value):
+            known = _ReadValue(bytes(self._data[start : self.position]), value, left - self._left)
+            self.recent = [known, *recent[: _MOST_KNOWN - 1]]
+        return value
 
     def _extension(self, tag: int, depth: int) -> Any:
         if depth >= MAX_DEPTH:

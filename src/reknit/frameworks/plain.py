@@ -162,10 +162,12 @@ class ContainerAdapter(Adapter):
             want_value(value, place, loading, assign)
             return
         _enter(value, place, loading)
-        children = [(key, inner, loading.saved.child(place, key)) for key, inner in tree.children(value)]
+        inside = tree.children(value)
+        places = loading.saved.children(place, [key for key, _ in inside])
+        children = [(*each, at) for each, at in zip(inside, places, strict=True)]
         if not children:
             loading.leave_empty(place)
-        loading.leave_nones(place, (key for key, _, _ in children))
+        loading.leave_nones(place, (key for key, _ in inside))
         if is_united(value, loading):
             for inner in value:
                 loading.visit(inner, place, None)
@@ -175,7 +177,10 @@ class ContainerAdapter(Adapter):
             want_successor(children, partial(_with, value), loading, assign)
         else:
             for key, inner, at in children:
-                loading.visit(inner, at, setter(value, key))
+                if type(inner) in loading.kinds:
+                    loading.tensor(inner, at)
+                else:
+                    loading.visit(inner, at, setter(value, key))
 
 
 def filled_fields(children: Iterable[Child], loading: Loading) -> list[Child]:

@@ -71,7 +71,8 @@ def wanted(
     from reknit.frameworks.walk.load_walk import Loading  # a save needs none of it
 
     known, world = _known(), _world(rank, size, ranks)
-    loading = Loading(_checked(state), world, *known.for_walks, catalog=catalog, beside=beside)
+    signer = None if custom.adapters() or not known.signers else known.signers[0]
+    loading = Loading(_checked(state), world, *known.for_walks, signer=signer, catalog=catalog, beside=beside)
     with _lasting_tensors():
         for item, value in state.items():
             loading.visit(value, Place(item), setter(state, item))

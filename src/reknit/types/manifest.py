@@ -10,6 +10,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from reknit.types.box import Box
+from reknit.types.dtype import ITEMSIZE
 from reknit.types.small import OtherFormat, Unread, lazy_property
 from reknit.types.wanted import Terms
 
@@ -92,6 +93,11 @@ class Index(Struct, frozen=True, dict=True):
     def first(self) -> NDArray[np.int64]:
         """Chunks of tensor `t` are rows `first[t]` up to `first[t + 1]`."""
         return np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1)).astype(np.int64)
+
+    @lazy_property
+    def itemsize(self) -> NDArray[np.int64]:
+        """Bytes of an element of each tensor, whose dtype has to be known."""
+        return np.array([ITEMSIZE[entry.spec.dtype] for entry in self.tensors], np.int64)
 
     @lazy_property
     def ids(self) -> dict[tuple[str, str], int]:

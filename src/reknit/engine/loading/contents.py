@@ -259,7 +259,6 @@ def kept(index: Index, reach: Reach) -> Index:
 def with_rows(index: Index, rows: Rows, paths: Sequence[str] | Mapping[int, str]) -> Index:
     """Return the index with these rows instead of its own; `paths` maps numbers of files."""
     used = np.bincount(rows.file) > 0
-    itemsize = np.array([entry.spec.itemsize for entry in index.tensors], np.int64)
     return replace_struct(
         index,
         files=tuple(paths[number] for number in np.flatnonzero(used).tolist()),
@@ -268,7 +267,7 @@ def with_rows(index: Index, rows: Rows, paths: Sequence[str] | Mapping[int, str]
         lengths=rows.lengths,
         file=(np.cumsum(used) - 1)[rows.file],
         start=rows.start,
-        nbytes=rows.lengths.prod(axis=1) * itemsize[rows.tensor],
+        nbytes=rows.lengths.prod(axis=1) * index.itemsize[rows.tensor],
     )
 
 

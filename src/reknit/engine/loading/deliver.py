@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from reknit.engine.memory.elements import address, contiguous_bytes, convert, deliver
-from reknit.engine.memory.images import Sources
+from reknit.engine.memory.images import Sources, move
 from reknit.types import devices
 from reknit.types.box import Box, flat_range_boxes
 from reknit.types.shard import full_name
@@ -23,24 +22,28 @@ if TYPE_CHECKING:
     from reknit.types.manifest import Index
     from reknit.types.shard import LoadPlan
 
+    Ints = NDArray[np.int64]
+
 
 DIRECT_NBYTES = 32 << 10
 """A run of at least this size is read straight into its target; a smaller run is cheaper to copy."""
 
 
-class ReadPart(Struct, frozen=True):
-    """A piece of the plan: its number there, and its bytes `low` up to `high` of a file.
+class ReadParts(NamedTuple):
+    """Pieces of the plan as columns, ordered by start: their numbers there, and their bytes in the file.
 
-    `direct` has the bytes of the target if the piece is one run, in memory and in the file, without a
-    conversion.  A short piece that is all of a target in host memory has the `address` of these bytes
-    instead, since an array of them costs more than the copy.
+    These are the bytes from `low` up to `high`.  A short piece that is all of a target in host memory has the
+    `address` of these bytes there, since an array of them costs more than the copy; other pieces have 0.
     """
 
-    number: int
-    low: int
-    high: int
-    direct: NDArray[np.uint8] | None
-    address: int = 0
+    number: Ints
+    low: Ints
+    high: Ints
+    address: Ints
+
+    def some(self, which: NDArray[np.bool_]) -> ReadParts:
+        """Return some of the pieces."""
+        return ReadParts(*(column[which] for column in self))
 
 
 class Rectangle(Struct, frozen=True):
@@ -77,43 +80,71 @@ class Deliverer:
         self._tensors = [tensor for tensor, _, _ in boxes]
         self._targets = [target for _, _, target in boxes]
         self._bits = Sources(self._targets)
-        self._pieces = self._make_pieces([box.numel for _, box, _ in boxes])
+        self._address, self._direct = self._find_targets([prod(box.lengths) for _, box, _ in boxes])
 
     @property
     def on_devices(self) -> list[Any]:
         """The targets that are not in host memory."""
         return self._bits.on_devices
 
-    def pieces(self, number: int) -> list[ReadPart]:
-        """Return the pieces that a read touches, ordered by start."""
+    def pieces(self, number: int) -> ReadParts:
+        """Return the pieces that a read touches."""
         plan = self._plan
         used = plan.use_piece[plan.use_first[number] : plan.use_first[number + 1]]
-        return [self._pieces[p] for p in used.tolist()]
+        return ReadParts(used, plan.low[used], plan.high[used], self._address[used])
 
-    def deliver(self, pieces: Sequence[ReadPart], start: int, data: NDArray[np.uint8]) -> None:
+    def deliver(self, pieces: ReadParts, start: int, data: NDArray[np.uint8]) -> None:
         """Copy the parts of pieces that lie in `data`, which begins at byte `start` of the file."""
-        source, stop = address(data) - start, start + len(data)
-        for piece in pieces:
-            if not piece.address:
-                self._deliver(piece, start, data)
-                continue
-            low, high = max(piece.low, start), min(piece.high, stop)
-            ctypes.memmove(piece.address + low - piece.low, source + low, high - low)
+        known = pieces.address != 0
+        _, begin, end, to = pieces.some(known)
+        low, high = np.maximum(begin, start), np.minimum(end, start + len(data))
+        move(to + low - begin, low + (address(data) - start), high - low)
+        for number in pieces.number[~known].tolist():
+            self._deliver(number, start, data)
 
-    def _deliver(self, piece: ReadPart, start: int, data: NDArray[np.uint8]) -> None:
+    def spans(
+        self, pieces: ReadParts, start: int, scratch: NDArray[np.uint8]
+    ) -> tuple[list[ReadSpan], ReadParts]:
+        """Return the span for each byte of a read, and the pieces to deliver from `scratch`.
+
+        Bytes of a long run go straight to their target.  If two pieces share bytes, the whole read goes to
+        `scratch`.
+        """
+        stop = start + len(scratch)
+        low, high = np.maximum(pieces.low, start), np.minimum(pieces.high, stop)
+        spans, position = list[ReadSpan](), start
+        straight = np.zeros(len(low), np.bool_)
+        for place in np.flatnonzero(pieces.address == 0).tolist() if (low[1:] >= high[:-1]).all() else ():
+            number, begin, end = int(pieces.number[place]), int(low[place]), int(high[place])
+            direct = self._direct[number]
+            if direct is None or len(direct) < DIRECT_NBYTES:
+                continue
+            straight[place] = True
+            if begin > position:
+                spans.append(ReadSpan(position, scratch[position - start : begin - start]))
+            first = int(self._plan.low[number])
+            spans.append(ReadSpan(begin, direct[begin - first : end - first]))
+            position = end
+        if position < stop:
+            spans.append(ReadSpan(position, scratch[position - start :]))
+        return spans, pieces.some(~straight)
+
+    def _deliver(self, number: int, start: int, data: NDArray[np.uint8]) -> None:
         """Copy the part of a piece that has no address."""
-        low, high = max(piece.low, start), min(piece.high, start + len(data))
-        if piece.direct is not None:
-            piece.direct[low - piece.low : high - piece.low] = data[low - start : high - start]
+        first, last = int(self._plan.low[number]), int(self._plan.high[number])
+        low, high = max(first, start), min(last, start + len(data))
+        direct = self._direct[number]
+        if direct is not None:
+            direct[low - first : high - first] = data[low - start : high - start]
             return
-        at = self._rectangle(piece.number)
+        at = self._rectangle(number)
         strides = _strides(at.chunk, at.itemsize)
-        if (low, high) == (piece.low, piece.high):
+        if (low, high) == (first, last):
             self._copy(at, Box(at.in_chunk, at.lengths), data[low - start :], strides)
             return
-        first = (low - at.start) // at.itemsize
+        element = (low - at.start) // at.itemsize
         wanted = Box(at.in_chunk, at.lengths)
-        for run in flat_range_boxes(at.chunk, first, (high - low) // at.itemsize):
+        for run in flat_range_boxes(at.chunk, element, (high - low) // at.itemsize):
             if (box := run.intersect(wanted)) is not None:
                 byte = at.start + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
                 self._copy(at, box, data[byte - start :], strides)
@@ -177,10 +208,14 @@ class Deliverer:
             numbers = set(index.tensor[held].tolist())
         return sorted(full_name(index.tensors[t].item, index.tensors[t].fqn) for t in numbers)
 
-    def _make_pieces(self, numel: Sequence[int]) -> list[ReadPart]:
-        """Return all pieces of the plan; `numel` are the elements of each wanted box."""
-        plan, index = self._plan, self._index
-        itemsize = np.array([index.tensors[t].spec.itemsize for t in self._tensors], np.int64)
+    def _find_targets(self, numel: Sequence[int]) -> tuple[Ints, dict[int, NDArray[np.uint8] | None]]:
+        """Return the address of each piece, and by number the bytes of the targets of those without.
+
+        These are None for a piece that is not one run, in memory and in the file, without a conversion.
+        `numel` are the elements of each wanted box.
+        """
+        plan = self._plan
+        itemsize = self._index.itemsize[np.array(self._tensors, np.int64)]
         size = plan.lengths.prod(axis=1)
         is_run = plan.high - plan.low == size * itemsize[plan.wanted]
         is_whole = size == np.array(numel, np.int64)[plan.wanted]
@@ -189,19 +224,15 @@ class Deliverer:
         is_run &= ~is_cast[plan.wanted]
         is_short = is_run & is_whole & (plan.high - plan.low < DIRECT_NBYTES)
         addresses = np.where(is_short, self._bits.addresses[plan.wanted], 0)
-        columns = (plan.wanted, plan.low, plan.high, is_run, is_whole, addresses)
-        pieces = []
-        for number, (wanted, low, high, run, whole, at) in enumerate(
-            zip(*(c.tolist() for c in columns), strict=True)
-        ):
-            if not run or at:
-                direct = None
-            elif whole:
-                direct = contiguous_bytes(self._bits[wanted])
+        direct: dict[int, NDArray[np.uint8] | None] = {}
+        for number in np.flatnonzero(addresses == 0).tolist():
+            if not is_run[number]:
+                direct[number] = None
+            elif is_whole[number]:
+                direct[number] = contiguous_bytes(self._bits[int(plan.wanted[number])])
             else:
-                direct = self._target(self._rectangle(number))
-            pieces.append(ReadPart(number, low, high, direct, at))
-        return pieces
+                direct[number] = self._target(self._rectangle(number))
+        return addresses, direct
 
     def _rectangle(self, number: int) -> Rectangle:
         """Return the piece with this number as a rectangle."""
@@ -259,37 +290,6 @@ def _inside(at: Rectangle, steps: Box) -> Box:
     rest = len(at.lengths) - steps.ndim
     inner = Box(steps.offsets + (0,) * rest, steps.lengths + at.lengths[steps.ndim :])
     return inner.shifted(at.in_chunk)
-
-
-def spans_of(
-    uses: Sequence[ReadPart], start: int, scratch: NDArray[np.uint8]
-) -> tuple[list[ReadSpan], list[ReadPart]]:
-    """Return the span for each byte of a read, and the pieces to deliver from `scratch`.
-
-    Bytes of a long run go straight to their target.  If two pieces share bytes, the whole read goes to
-    `scratch`.
-    """
-    stop = start + len(scratch)
-    reach = start
-    for piece in uses:
-        if max(piece.low, start) < reach:
-            return [ReadSpan(start, scratch)], list(uses)
-        reach = min(piece.high, stop)
-    spans: list[ReadSpan] = []
-    indirect: list[ReadPart] = []
-    position = start
-    for piece in uses:
-        if piece.direct is None or len(piece.direct) < DIRECT_NBYTES:
-            indirect.append(piece)
-            continue
-        low, high = max(piece.low, start), min(piece.high, stop)
-        if low > position:
-            spans.append(ReadSpan(position, scratch[position - start : low - start]))
-        spans.append(ReadSpan(low, piece.direct[low - piece.low : high - piece.low]))
-        position = high
-    if position < stop:
-        spans.append(ReadSpan(position, scratch[position - start :]))
-    return spans, indirect
 
 
 def _strides(lengths: Sequence[int], itemsize: int) -> tuple[int, ...]:

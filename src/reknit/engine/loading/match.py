@@ -6,13 +6,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from reknit.errors import CorruptError, MismatchError, ReknitError
 from reknit.planner.tiling import SHOWN, untiled
 from reknit.types.box import Box
 from reknit.types.dtype import converts
-from reknit.types.shard import full_name
+from reknit.types.shard import Strided, full_name
 from reknit.types.small import spelled
 from reknit.types.wanted import Terms, matches, reshaping, selects
 
@@ -36,7 +36,7 @@ _FEW = 16
 """Tensors that are looked at one by one; for more, all rows of the index are."""
 
 
-class Fill(NamedTuple):
+class Fill(Struct, frozen=True, gc=False):
     """A wanted box that will be filled: its name, its tensor in the index, and its target."""
 
     name: str
@@ -126,15 +126,17 @@ def match(
     )
     resizable = frozenset(wanted.resizable)
     fills: list[Fill] = []
-    labels = wanted.labels or [full_name(shard.item, shard.fqn) for shard in wanted.shards]
-    for name, shard in zip(labels, wanted.shards, strict=True):
-        tensor = index.ids.get((shard.item, shard.fqn))
+    ids, tensors = index.ids, index.tensors
+    names_here = [f"{shard.item}/{shard.fqn}" if shard.fqn else shard.item for shard in wanted.shards]
+    for name, shard in zip(wanted.labels or names_here, wanted.shards, strict=True):
+        tensor = ids.get((shard.item, shard.fqn))
         if tensor is None:
             problems.missing.append((name, "not in the checkpoint"))
             continue
-        saved = index.tensors[tensor].spec
+        saved, memory = tensors[tensor].spec, shard.memory
         if saved == shard.spec:
-            fills.append(Fill(name, tensor, shard.box, shard.data, cast=False))
+            target = memory.view() if type(memory) is Strided else memory
+            fills.append(Fill(name, tensor, shard.box, target, cast=False))
             continue
         cast = saved.dtype != shard.spec.dtype
         may = (shard.item, shard.fqn) in resizable or matches(name, options.allow_shape_mismatch)
@@ -176,7 +178,8 @@ def _common(fill: Fill, saved: TensorSpec) -> list[Fill]:
     box = fill.box.intersect(Box.whole(saved.shape))
     if box is None:
         return []
-    return [fill._replace(box=box, target=fill.target[box.relative_to(fill.box.offsets).slices()])]
+    target = fill.target[box.relative_to(fill.box.offsets).slices()]
+    return [structs.replace(fill, box=box, target=target)]
 
 
 def _stored_as(name: str, stored: Mapping[str, str]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec import Struct
 
 from reknit.engine import messages
@@ -73,9 +75,10 @@ class LoadPart(Struct):
     def resharded(self) -> list[str]:
         """Return the names of the boxes that do not consist of exactly one chunk."""
         plan, lengths = self.reader.plan, self.reader.checkpoint.index.lengths
-        rows = zip(plan.wanted.tolist(), lengths[plan.chunk].prod(axis=1).tolist(), strict=True)
-        whole = {number for number, numel in rows if self.fills[number].box.numel == numel}
-        return [f.name for number, f in enumerate(self.fills) if number not in whole and f.box.numel]
+        numel = np.array([prod(fill.box.lengths) for fill in self.fills], np.int64)
+        parted = numel > 0
+        parted[plan.wanted[numel[plan.wanted] == lengths[plan.chunk].prod(axis=1)]] = False
+        return [self.fills[number].name for number in np.flatnonzero(parted).tolist()]
 
 
 class PlannedReads(Struct, frozen=True):
@@ -239,7 +242,7 @@ def load_report(
     """Return the report of a successful load."""
     wanted, fills, problems, parts = sought.wanted, sought.fills, sought.problems, reads.parts
     checkpoint = reads.late.reader.checkpoint
-    index, manifest = checkpoint.index, checkpoint.manifest
+    sizes, manifest = checkpoint.index.itemsize.tolist(), checkpoint.manifest
     resharded = {name for part in parts for name in part.resharded()}
     full = [fill.name for fill in fills if fill.name not in problems.resized]
     values = [full_name(*key) for key in wanted.blobs + wanted.own]
@@ -255,7 +258,7 @@ def load_report(
         cast=_unique([fill.name for fill in fills if fill.cast]),
         resharded=_unique([name for name in full if name in resharded]),
         notes=other_files(manifest) | {full_name(item, fqn): what for item, fqn, what in wanted.notes},
-        nbytes_wanted=sum(fill.box.numel * index.tensors[fill.tensor].spec.itemsize for fill in fills),
+        nbytes_wanted=sum([prod(fill.box.lengths) * sizes[fill.tensor] for fill in fills]),
         nbytes_read=sum(part.reader.nbytes_read for part in parts),
         nbytes_received=sum(part.nbytes_received for part in parts),
         phases=tuple(task.recorder.records),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.engine.loading.deliver import Deliverer, ReadSpan, put, spans_of
+from reknit.engine.loading.deliver import Deliverer, ReadSpan, put
 from reknit.engine.memory.devices import Transfer
 from reknit.engine.memory.workers import Gate, run_jobs
 from reknit.engine.stored.file_checks import check_size, corrupt_block, of_others
@@ -269,8 +269,8 @@ class RangeReader:
         path, start, nbytes = self._place(number)
         scratch = arena.view(nbytes)
         pieces = self._deliverer.pieces(number)
-        spans, indirect = spans_of(pieces, start, scratch)
-        self._fill(path, start, spans, live=len(indirect) < len(pieces))
+        spans, indirect = self._deliverer.spans(pieces, start, scratch)
+        self._fill(path, start, spans, live=len(indirect.low) < len(pieces.low))
         with self._delivering(path, start, nbytes, arena):
             self._deliverer.deliver(indirect, start, scratch)
         self._moved(nbytes)

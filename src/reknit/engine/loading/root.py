@@ -331,10 +331,12 @@ def _require_use(
 
     require_rules(loads, located.sought)
     items = [*checkpoint.items, *handout.items]
-    every = [*saved, *handout.left, *(each[:2] for each in whole)]
-    idle, spare = idle_patterns(
-        loads, options, task.lenient, partial(known_names, every, located.sought), items
-    )
+
+    def known() -> list[str]:
+        every = [*saved, *handout.left, *(each[:2] for each in whole)]
+        return known_names(every, located.sought)
+
+    idle, spare = idle_patterns(loads, options, task.lenient, known, items)
     damaged = handout.damaged
     require_fit(loads, unexpected, idle, task.lenient, url, spare=spare, damaged=damaged, hint=hint)
     odd = require_some(loads, lambda: [full_name(*each[:2]) for each in whole], hint, url, saved=bool(whole))

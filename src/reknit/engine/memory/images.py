@@ -151,8 +151,12 @@ class LiveImages(ByteSource):
 
 def copy_runs(addresses: Ints, nbytes: Ints, out: NDArray[np.uint8], begin: Ints) -> None:
     """Copy runs of host memory to places in `out`."""
-    columns = out.ctypes.data + begin, addresses, nbytes
-    deque(map(ctypes.memmove, *(column.tolist() for column in columns)), maxlen=0)
+    move(out.ctypes.data + begin, addresses, nbytes)
+
+
+def move(to: Ints, source: Ints, nbytes: Ints) -> None:
+    """Copy runs of host memory from addresses to addresses."""
+    deque(map(ctypes.memmove, to.tolist(), source.tolist(), nbytes.tolist()), maxlen=0)
 
 
 _is_on_host = attrgetter("is_cpu")

@@ -334,14 +334,14 @@ def _read_columns(data: bytes) -> dict[str, Column]:
 
 def _numbers(column: Column) -> NumberedNames:
     dictionaries = [chunk.dictionary.to_pylist() for chunk in column.chunks]
-    if any(name is None for names in dictionaries for name in names):
+    if any(None in names for names in dictionaries):
         raise CorruptError("the index has a null")
     parts = [np.from_dlpack(chunk.indices) for chunk in column.chunks]
     used: set[str] = set()
     for names, codes in zip(dictionaries, parts, strict=True):
         seen = np.zeros(len(names), dtype=np.bool_)
         seen[codes] = True
-        used.update(names[code] for code in np.flatnonzero(seen).tolist())
+        used.update([names[code] for code in np.flatnonzero(seen).tolist()])
     names = sorted(used)
     numbers = {name: number for number, name in enumerate(names)}
     tables = [np.array([numbers.get(name, -1) for name in own], dtype=np.int32) for own in dictionaries]

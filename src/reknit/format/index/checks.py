@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reknit.errors import CorruptError
-from reknit.format.paths import check_all_relative, read_name
+from reknit.format.paths import MAX_NAME_NBYTES, check_all_relative, read_name
 from reknit.types.box import padded
 from reknit.types.dtype import ITEMSIZE
 from reknit.types.shard import MAX_NDIM
@@ -76,11 +76,12 @@ def _check_tensors(index: Index) -> None:
         if before >= after:
             why = "twice" if before == after else "out of order"
             raise CorruptError(f"the index has {'/'.join(after)[:200]!r} {why}, or its rows are not together")
-    for item in dict.fromkeys(entry.item for entry in index.tensors):
+    for item in dict.fromkeys([item for item, _ in names]):
         read_name(item, "item name", "index")
     sound: set[TensorSpec] = set()
     for entry in index.tensors:
-        read_name(entry.fqn, "name", "index")
+        if not entry.fqn.isascii() or len(entry.fqn) > MAX_NAME_NBYTES:  # any other name is sound
+            read_name(entry.fqn, "name", "index")
         if entry.spec in sound:
             continue
         if entry.spec.dtype not in ITEMSIZE:
@@ -121,14 +122,14 @@ def _check_geometry(index: Index) -> None:
         if len(entry.spec.shape) > width:
             raise CorruptError(f"the boxes of {entry.fqn[:200]!r} have fewer dimensions than its shape")
     shapes = padded([entry.spec.shape for entry in index.tensors], width, 1)
-    itemsizes = np.array([entry.spec.itemsize for entry in index.tensors], dtype=np.int64)
+    itemsizes = index.itemsize
     for begin in range(0, len(index.tensor), _BLOCK_ROWS):
         _check_boxes(index, slice(begin, begin + _BLOCK_ROWS), shapes, itemsizes)
 
 
 def _check_alignment(index: Index) -> None:
     """Check that chunks begin at multiples of their item sizes, which are powers of two."""
-    itemsizes = np.array([entry.spec.itemsize for entry in index.tensors], dtype=np.int64)
+    itemsizes = index.itemsize
     for first in range(0, len(index.tensor), _BLOCK_ROWS):
         rows = slice(first, first + _BLOCK_ROWS)
         start, itemsize = index.start[rows], itemsizes[index.tensor[rows]]

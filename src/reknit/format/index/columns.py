@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -54,17 +55,16 @@ class RowColumns(Struct, frozen=True):
         changes = np.ones(len(ndim), dtype=bool)
         changes[1:] = (item.codes[1:] != item.codes[:-1]) | (fqn.codes[1:] != fqn.codes[:-1])
         firsts = np.flatnonzero(changes)
-        tensors = tuple(
-            TensorEntry(item.names[i], fqn.names[f], TensorSpec(tuple(shape[:rank]), dtype.names[d]))
-            for i, f, d, shape, rank in zip(
-                item.codes[firsts].tolist(),
-                fqn.codes[firsts].tolist(),
-                dtype.codes[firsts].tolist(),
-                shapes[firsts].tolist(),
-                ndim[firsts].tolist(),
-                strict=True,
-            )
-        )
+        specs: dict[tuple[Any, ...], TensorSpec] = {}
+        of_tensors = []
+        columns = (dtype.codes[firsts], ndim[firsts], shapes[firsts])
+        for code, rank, shape in zip(*(column.tolist() for column in columns), strict=True):
+            form = (code, rank, *shape)
+            if form not in specs:
+                specs[form] = TensorSpec(form[2 : 2 + rank], dtype.names[code])
+            of_tensors.append(specs[form])
+        items, fqns = ([c.names[n] for n in c.codes[firsts].tolist()] for c in (item, fqn))
+        tensors = tuple(map(_new_entry, zip(items, fqns, of_tensors, strict=True)))
         tensor = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(ndim)))
         # rows of a tensor are together: all are like the first where each is like the one before
         differs = (dtype.codes[1:] != dtype.codes[:-1]) | (ndim[1:] != ndim[:-1])
@@ -84,6 +84,10 @@ class RowColumns(Struct, frozen=True):
             start=self.start,
             nbytes=self.nbytes,
         )
+
+
+_new_entry = partial(tuple.__new__, TensorEntry)
+"""Makes an entry of its members, without a call of Python."""
 
 
 def numbered(values: Sequence[str]) -> NumberedNames:

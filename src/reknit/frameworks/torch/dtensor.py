@@ -243,6 +243,12 @@ def look(tensor: Any, local: Any, place: Place, world: World) -> tuple[tuple[Par
     return parts(tensor, local, place, world) if box is None else ((box, local),), holders
 
 
+def form_of(tensor: Any) -> tuple[Any, ...]:
+    """Return a key for the form in which a DTensor shows its memory.  Its placements are slow keys."""
+    placements = tensor.placements
+    return tuple(tensor.shape), *map(type, placements), *map(str, placements)
+
+
 def parts(tensor: Any, local: Any, place: Place, world: World) -> tuple[Part, ...]:
     """Return the boxes of a DTensor that `local` (its local tensor, or one like it) holds, and their memory.
 

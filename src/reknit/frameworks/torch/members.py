@@ -327,13 +327,8 @@ def _members(
     names: ModuleNames,
     world: World,
 ) -> Iterator[Member]:
-    trained = {_identity(parameter): parameter.requires_grad for _, parameter in parameters}
-    own = set(trained)
-    buffers = tuple(module.named_buffers(remove_duplicate=False))
-    is_buffer = {_identity(buffer) for _, buffer in buffers} - own
-    own |= is_buffer
-    # A state dict may show detached views, which lack the attributes of the module's own tensors.
-    declaring = {_identity(one): one for _, one in (*buffers, *parameters) if flat_part.is_declared(one)}
+    own = {id(parameter): parameter for _, parameter in parameters}
+    viewed: dict[Any, Any] | None = None
     for state in states:
         for key, value in state.raw.items():
             whole_key = state.prefix + key
@@ -343,12 +338,19 @@ def _members(
             elif not isinstance(value, torch.Tensor):
                 yield Member(state, key, name, value, "other", live=False, claim=None)
             else:
-                identity = _identity(value)
-                kind: Kind = "buffer" if identity in is_buffer else "parameter"
-                value = declaring.get(identity, value)
-                claim = names.claim(whole_key, value, is_buffer=kind == "buffer", world=world)
-                frozen = not trained.get(identity, True)
-                yield Member(state, key, name, value, kind, live=identity in own, claim=claim, frozen=frozen)
+                found = own.get(id(value))
+                if found is None:  # a state dict may show detached views, without the attributes of tensors
+                    if viewed is None:
+                        buffers = module.named_buffers(remove_duplicate=False)
+                        viewed = {_identity(one): one for _, one in (*buffers, *parameters)}
+                    found = viewed.get(_identity(value))
+                    value = found if found is not None and flat_part.is_declared(found) else value
+                is_buffer = found is not None and id(found) not in own
+                kind: Kind = "buffer" if is_buffer else "parameter"
+                claim = names.claim(whole_key, value, is_buffer=is_buffer, world=world)
+                frozen = found is not None and not is_buffer and not found.requires_grad
+                live = found is not None
+                yield Member(state, key, name, value, kind, live=live, claim=claim, frozen=frozen)
 
 
 def _identity(tensor: torch.Tensor) -> Any:

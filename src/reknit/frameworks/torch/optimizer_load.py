@@ -44,7 +44,7 @@ class SavedStates:
         self._known: set[str] = set()
         self._noted: set[str] = set()
         self.others: dict[str, list[Any]] = {"shared": [], "more": [], EMPTY: []}
-        self.is_taken = False
+        self.is_taken = self.has_masters = False
         below = f"{place.fqn}/" if place.fqn else ""
         for fqn in (*loading.catalog.tensors.get(place.item, {}), *loading.saved.value_names(place.item)):
             part, _, rest = fqn.removeprefix(below).partition("/")
@@ -56,7 +56,9 @@ class SavedStates:
                 self.is_taken = loading.takes(Place(place.item, fqn))
             first, _, name = rest.partition("/")
             # A deeper name is a tensor inside a nested state: the state's own value requests it.
-            if part == "state" and name and "/" not in name and name != MASTER:
+            if part == "state" and name == MASTER:
+                self.has_masters = True
+            elif part == "state" and name and "/" not in name:
                 self._states.setdefault(first, []).append(name)
             elif part == "param_groups":
                 self._known.add(rest)
@@ -78,11 +80,16 @@ class SavedStates:
 
     def element(self, name: str) -> str:
         """Return the path element of a parameter in the checkpoint."""
-        return tree.escape(self._numbers.get(name, name), str(self._place))
+        return tree.escape(self._numbers.get(name, name), self._place)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the checkpoint has no numbers in the place of names, and no facts about memory."""
+        return not self._numbers and not self._noted
 
     def notes(self, name: str) -> MemoryNotes:
         """Request the facts about the memory of a parameter's states."""
-        if tree.escape(name, str(self._place)) not in self._noted:
+        if not self._noted or tree.escape(name, self._place) not in self._noted:
             return MemoryNotes()
         return memory_notes.saved_notes(self._place.child(MEMORY, name), self._loading)
 
@@ -116,6 +123,7 @@ class OptimizerLoad:
     loading: Loading
 
     sharded: Mapping[str, int] = field(default_factory=dict)
+    names: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbered = optimizer_options.find_numbered(self.slots, self.place, self.loading)
@@ -133,12 +141,16 @@ class OptimizerLoad:
         slots, saved, loading = self.slots, self.saved, self.loading
         joined: dict[Any, list[ParamSlot]] = {}
         for slot in slots.each:
-            self._want_master(slot)
+            if saved.has_masters or slot.master is not None:
+                self._want_master(slot)
             if not slot.is_elsewhere:
                 joined.setdefault(slot.key if slot.joint else slot.name, []).append(slot)
         for name, places in slots.elsewhere:
             prefer_master(self.place, self.loading, name, places)
+        is_usual = self._is_usual()
         for members in joined.values():
+            if is_usual and len(members) == 1 and self._fill_present(members[0]):
+                continue
             if any(saved.has_parameter(slot.name) for slot in members):
                 self._want_states(members)
         for name in dict.fromkeys([*slots.shared(), *saved.others["shared"]]):
@@ -172,6 +184,35 @@ class OptimizerLoad:
         elif loading.takes(at) and not slot.is_elsewhere:
             view = state_memory.view(slot.master, slot, at, loading)
             loading.view(view, at, slot.master, resize=slot.resizable, instead=slot.places)
+
+    def _is_usual(self) -> bool:
+        """Return whether nothing but the states of a parameter decides how they are loaded."""
+        loading, slots, terms = self.loading, self.slots, self.loading.catalog.terms
+        of_load = not (terms.only or terms.resizable or loading.idle or self.noted.foreign)
+        return of_load and self.saved.is_plain and slots.load is None and slots.deliver is None
+
+    def _fill_present(self, slot: ParamSlot) -> bool:
+        """Fill the states of a parameter where they are, if it has those saved; return whether it does.
+
+        That is so after a step of the optimizer, for states in the usual forms.
+        """
+        loading, parameter, elements = self.loading, slot.parameter, self.saved.states(slot.name)
+        current, saved = self.slots.state_of(slot), loading.catalog.tensors.get(self.place.item, {})
+        if not elements or len(elements) != len(current) or not state_memory.is_usual(slot, loading):
+            return False
+        below, found = self._states_of(slot).fqn, list[tuple[Any, Place]]()
+        for one in elements:
+            if one not in self.names:
+                self.names[one] = name_of(one)
+            state, fqn = current.get(self.names[one]), f"{below}/{one}"
+            if fqn not in saved or type(state) not in loading.kinds:
+                return False
+            if not state_memory.is_in_form(state, parameter, saved[fqn]):
+                return False
+            found.append((state, Place(self.place.item, fqn)))
+        for state, at in found:
+            loading.tensor(state, at)
+        return True
 
     def _want_states(self, members: list[ParamSlot]) -> None:
         """Request all saved states of a parameter, or of several parameters with one flat state.

@@ -391,8 +391,11 @@ def _want_group(
 ) -> None:
     """Request the options of all parameters of a group, which must agree, and set them in the group."""
     known: list[tuple[Place, dict[str, Any]]] = []
+    groups = place.child("param_groups")
     for slot in members:
-        at = place.child("param_groups", slot.name)
+        at = groups.child(slot.name)
+        if known and slot.kind is members[0].kind and loading.again(at, known[-1][0]):
+            continue
         found = loading.value(at)
         if slot is members[0] and not loading.takes(at):
             _note_plain(loading.saved.look_up(at).value, noted)

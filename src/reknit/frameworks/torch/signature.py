@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from reknit.frameworks import imported
 from reknit.frameworks.torch import dtensor, flat_part, torch_private
+from reknit.frameworks.torch.tensor import plain_dtype
+from reknit.frameworks.walk.walk import View
+from reknit.types.box import Box
 from reknit.types.devices import memory_of
+from reknit.types.shard import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reknit.frameworks.walk.walk import World
+    from reknit.frameworks.walk.walk import Place, Replicas, World
     from reknit.frameworks.walk.walk_cache import Signature, TensorSigner
 
 _TENSOR = torch.Tensor
@@ -74,6 +78,64 @@ class TorchSigner:
         signature.objects += placements
         signature.objects += meshes
         return TorchTensors(tensors, memories, here)
+
+    def views(self, tensors: Sequence[Any], places: Sequence[Place], world: World) -> list[View | None]:
+        """Return the view of each tensor, to fill it; None for a tensor that takes a closer look.
+
+        Tensors of one form have all but their memory in common.
+        """
+        forms: dict[Any, Any] = {}
+        found: list[View | None] = []
+        with torch.no_grad(), torch_private.quick_access():
+            for tensor, place in zip(tensors, places, strict=True):
+                local, layout = tensor, tuple[Any, ...]()
+                if type(tensor) is self._dtensor:
+                    local, layout = torch_private.placed(tensor)
+                if local.__dict__ and (layout or flat_part.is_declared(tensor)):
+                    found.append(None)
+                    continue
+                if local.requires_grad or type(local) is not _TENSOR:
+                    local = local.detach()
+                if (dtype := plain_dtype(local)) is None or not local.is_contiguous():
+                    found.append(None)
+                    continue
+                key = (dtype, local.shape, *layout)
+                form = forms.get(key, key)
+                if form is key:  # the first of its form
+                    spec = TensorSpec(tuple(tensor.shape), dtype)
+                    form = forms[key] = _form_of(tensor, local, spec, place, world)
+                found.append(None if form is None else form.view(tensor, local))
+        return found
+
+
+class _Form(NamedTuple):
+    """The facts that tensors with equal shapes, dtypes and layouts have in common."""
+
+    spec: TensorSpec
+    box: Box
+    replicas: Replicas
+    is_empty: bool
+    lengths: tuple[int, ...]
+    layout: tuple[Any, ...]
+
+    def view(self, tensor: Any, local: Any) -> View:
+        """Return the view of a tensor of this form."""
+        memory: tuple[Any, ...] = ("torch", id(tensor))
+        if not self.is_empty:
+            at = ("cpu", local.data_ptr()) if local.is_cpu else memory_of(local)
+            memory = ("torch", *at, self.lengths, local.stride(), local.dtype, *self.layout)
+        return View(self.spec, ((self.box, local),), self.replicas, memory)
+
+
+def _form_of(tensor: Any, local: Any, spec: TensorSpec, place: Place, world: World) -> _Form | None:
+    """Return the form of a tensor; None for a DTensor of which this rank has several boxes, or none."""
+    box, replicas, lengths, layout = Box.whole(spec.shape), world.alone, tuple(local.shape), ()
+    if dtensor.is_dtensor(tensor):
+        parts, replicas = dtensor.look(tensor, local, place, world)
+        if len(parts) != 1 or parts[0][1] is not local:
+            return None
+        box, layout = parts[0][0], dtensor.form_of(tensor)
+    return _Form(spec, box, replicas, not local.numel(), lengths, layout)
 
 
 def _different(tensors: Sequence[Any]) -> tuple[Sequence[int], Sequence[Any]]:

@@ -259,6 +259,28 @@ def may_resize(slot: ParamSlot, elements: list[str], below: Place, loading: Load
     return slot.resizable or any(map(loading.may_resize, (*slot.places, *map(below.below, elements))))
 
 
+def is_usual(slot: ParamSlot, loading: Loading) -> bool:
+    """Return whether a parameter is one tensor in modules, of the saved shape, and not flattened."""
+    parameter: Any = slot.parameter
+    if slot.flat is not None or slot.joint or slot.resizable or slot.whole_steps or not slot.places:
+        return False
+    if type(parameter) not in loading.kinds or flat_part.is_declared(parameter):
+        return False
+    home = _saved_spec(slot, loading)
+    return home is None or home.shape == tuple(parameter.shape)
+
+
+def is_in_form(state: Any, parameter: Any, spec: TensorSpec) -> bool:
+    """Return whether a state of this shape is a number, or cut and laid out like such a parameter."""
+    if state.shape != spec.shape:
+        return False
+    if dtensor.is_dtensor(state):
+        return type(torch_private.local_of(state)) is torch.Tensor
+    if flat_part.is_declared(state) or not state.is_contiguous():
+        return False
+    return not state.ndim or not dtensor.is_dtensor(parameter)
+
+
 def _saved_spec(slot: ParamSlot, loading: Loading) -> TensorSpec | None:
     """Return the spec of the saved parameter, under the first of its names in the checkpoint."""
     return next((spec for place in slot.places if (spec := loading.saved.spec(place)) is not None), None)

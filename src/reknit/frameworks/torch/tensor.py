@@ -10,7 +10,7 @@ from msgspec import structs
 from torch.autograd.graph import increment_version
 
 from reknit.errors import StateError
-from reknit.frameworks.torch import dtensor, flat_part, subclasses, torch_private
+from reknit.frameworks.torch import dtensor, flat_part, torch_private
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
 from reknit.types.devices import memory_of, memory_remedy, shows_memory
@@ -100,6 +100,7 @@ def _become(tensor: Any, memory: torch.Tensor) -> None:
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
 _REAL = {dtype: name for dtype, name in _NAMES.items() if not dtype.is_complex}
 _STRIDED, _TENSOR = torch.strided, torch.Tensor
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def libraries() -> tuple[Arrays, ...]:
@@ -134,20 +135,27 @@ class TorchArrays:
             spec = TensorSpec(declared.shape, spec.dtype)
             return View(spec, declared.of(local), world.alone, memory, settle)
         if dtensor.is_dtensor(tensor):
-            memory = _memory_key(tensor, local, tuple(tensor.shape), tuple(tensor.placements))
+            memory = _memory_key(tensor, local, *dtensor.form_of(tensor))
             parts, holders = dtensor.look(tensor, local, place, world)
             return View(spec, parts, holders, memory, settle)
         return View(spec, ((Box.whole(spec.shape), local),), world.alone, _memory_key(tensor, local), settle)
 
     def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> Composite | None:
         """Return a composite tensor with views of its inner tensors; None for other tensors."""
+        if type(tensor) in _ORDINARY:
+            return None
+        from reknit.frameworks.torch import subclasses  # most tensors have memory of their own
+
         return subclasses.opened(tensor, self, place, world, fill=fill)
 
     def changed(self, memories: Iterable[Any]) -> None:
         """Increment the versions of memory that was written past torch: older graphs must not use it."""
-        for memory in memories:
-            if isinstance(memory, torch.Tensor):
-                increment_version(memory)
+        tensors = [memory for memory in memories if isinstance(memory, torch.Tensor)]
+        try:
+            increment_version(tensors)
+        except TypeError:  # of an older torch, which takes one tensor at a time
+            for tensor in tensors:
+                increment_version(tensor)
 
     def form(self, tensor: Any) -> TensorSpec | None:
         """Return shape and dtype of a tensor; None for a nested one, which has no shape."""

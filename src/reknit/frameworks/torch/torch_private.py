@@ -81,6 +81,14 @@ def layouts_of(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]
     return [spec.placements for spec in specs], [spec.mesh for spec in specs], orders
 
 
+def placed(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the memory of a DTensor on this rank, and all facts that decide which part it is."""
+    spec = tensor._spec
+    kinds = tuple(map(type, spec.placements))  # placements of different types can be equal
+    order = getattr(spec, "shard_order", None)
+    return tensor._local_tensor, (id(spec.mesh), kinds, spec.placements, order, tensor.shape)
+
+
 def is_reordered(tensor: Any) -> bool:
     """Return whether mesh dimensions cut one dimension of a DTensor in another order than their own."""
     spec = getattr(tensor, "_spec", None)

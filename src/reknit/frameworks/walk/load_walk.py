@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from reknit.errors import ReknitError
 from reknit.frameworks.numbers import element
 from reknit.frameworks.walk import overlap
@@ -13,14 +15,15 @@ from reknit.frameworks.walk.overlap import require_writable
 from reknit.frameworks.walk.own_code import failed_search
 from reknit.frameworks.walk.requests import Delivery, DeliveryPart, FillRequest, FoundValue, Selecting
 from reknit.frameworks.walk.walk import Matcher, Place, first_match
-from reknit.types.shard import Strided, full_name
+from reknit.types.shard import Shard, Strided, full_name
 from reknit.types.wanted import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from reknit.frameworks.walk.walk import Assign, Composite, View
-    from reknit.types.shard import Shard, TensorSpec
+    from reknit.frameworks.walk.walk_cache import TensorSigner
+    from reknit.types.shard import TensorSpec
 
 Entry = tuple[str, str]
 Remark = tuple[str, str, str]
@@ -38,6 +41,7 @@ class Loading(Selecting):
     """A walk over the target that collects the requests of a load."""
 
     adapters: tuple[LoadAdapter, ...]
+    signer: TensorSigner | None = field(default=None, kw_only=True)
     fills = True
     blobs: list[Entry] = field(default_factory=list)
     taken_back: list[Entry] = field(default_factory=list)
@@ -47,8 +51,9 @@ class Loading(Selecting):
     _early: DeliveryPart = field(default_factory=DeliveryPart)
     _late: DeliveryPart = field(default_factory=DeliveryPart)
     _at: tuple[Place, str] = field(default=(Place(""), ""))
+    _seen: list[tuple[Any, Place, bool]] = field(default_factory=list)
     _requests: dict[Hashable, FillRequest] = field(default_factory=dict)
-    _filled: list[FillRequest] = field(default_factory=list)
+    _written: list[tuple[Place, Any]] = field(default_factory=list)
     _composites: CompositeRequests = field(default_factory=CompositeRequests)
     _shards: list[Shard] = field(default_factory=list)
     _aliases: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -58,6 +63,10 @@ class Loading(Selecting):
     _needless: dict[Entry, str] = field(default_factory=dict)
     _num_kept: int = 0
     _unlike: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kinds: frozenset[type] = frozenset() if self.signer is None else self.signer.kinds
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Request the tensors and values of an object of any kind."""
@@ -95,13 +104,38 @@ class Loading(Selecting):
 
     def tensor(self, tensor: Any, place: Place, *, early: bool = False) -> None:
         """Request a tensor, to fill it in place; `early` for memory that no live object uses."""
-        if not self.takes(place):
+        if (self.idle or self.catalog.terms.only) and not self.takes(place):
             return
+        if type(tensor) in self.kinds:
+            self._seen.append((tensor, place, early))
+        else:
+            self._open(tensor, place, early=early)
+
+    def _open(self, tensor: Any, place: Place, *, early: bool) -> None:
+        """Request a tensor of any kind."""
         library = self.library_of(tensor, place)
         if (made := library.opened(tensor, place, self.world, fill=True)) is not None:
             self.composite(made, place, tensor, early=early)
         else:
             self.view(library.view(tensor, place, self.world, fill=True), place, tensor, early=early)
+
+    def _look(self) -> None:
+        """Request the tensors that `tensor` has got since the last time, which are looked at together."""
+        seen, self._seen = self._seen, []
+        if self.signer is None or not seen:
+            return
+        tensors, places, _ = zip(*seen, strict=True)
+        views = self.signer.views(tensors, places, self.world)
+        for view, (tensor, place, early) in zip(views, seen, strict=True):
+            if view is not None:
+                self.view(view, place, tensor, early=early)
+                continue
+            try:
+                self._open(tensor, place, early=early)
+            except ReknitError:
+                raise
+            except Exception as error:
+                raise failed_search(error, tensor, place) from error
 
     def composite(self, made: Composite, place: Place, tensor: Any, *, early: bool = False) -> None:
         """Request a composite tensor, to fill its inner tensors in place."""
@@ -143,11 +177,13 @@ class Loading(Selecting):
         If the checkpoint has no tensor with this name, the first in `instead` that it has is loaded.  `early`
         memory is filled before any live tensor changes.
         """
+        if self._seen:
+            self._look()
         if self.claim_name(place, ("tensor", view.memory), tensor):
             request = self._requests.setdefault(view.memory, FillRequest(view, tensor, early=early))
             request.places.append(place)
             request.instead += instead
-            request.resize |= resize or self.may_resize(place)
+            request.resize |= resize or (bool(self.catalog.terms.resizable) and self.may_resize(place))
 
     def prefer(self, better: Place, places: Sequence[Place]) -> None:
         """Load these names from `better` if they were saved in another precision."""
@@ -164,6 +200,14 @@ class Loading(Selecting):
         else:
             self._take_value(place)
         return found
+
+    def again(self, place: Place, taken: Place) -> bool:
+        """Request a saved value if it is that of another place, which `value` took; return whether it is."""
+        if not self.saved.is_same(place, taken) or not self.takes(place):
+            return False
+        self.claim_name(place, ("value", object()), None)
+        self._take_value(place)
+        return True
 
     def _take_value(self, place: Place) -> None:
         shared = self.catalog.blobs.get(place.item, {})
@@ -197,15 +241,19 @@ class Loading(Selecting):
 
     def wanted(self) -> Wanted:
         """Return all requests."""
+        self._look()
         for item, fqn in sorted(self._needless.keys() - set(self.blobs)):
             self._superseded.append((item, fqn))
             self.notes.append((item, fqn, self._needless[item, fqn]))
         self._composites.settle(self)
         for request in self._requests.values():
-            self._settle(request)
-        require_writable(
-            (request.places[0], memory) for request in self._filled for memory in request.memories()
-        )
+            saved = self.catalog.tensors.get((place := request.places[0]).item, {}).get(place.fqn)
+            view = request.view
+            if saved == view.spec and len(request.places) == 1 and not (request.early or view.settle):
+                self._fill(request, place, self._late)
+            else:
+                self._settle(request)
+        require_writable(self._written)
         self._fill_beside()
         return Wanted(
             tuple(self.state),
@@ -264,14 +312,13 @@ class Loading(Selecting):
         place, view = saved[0], request.view
         spec = self.saved.spec(place)
         assert spec is not None
-        wanted = request.shards(place)
         if (why := request.wrong_shape(spec)) is not None:
             self.report_mismatched(place, why)
             return
         if spec.shape != view.spec.shape:
             self._resizable.append((place.item, place.fqn))
             if view.fresh:
-                for shard in wanted:
+                for shard in request.shards(place):
                     shard.data[...] = 0
                 self.note(place, "the target was on the meta device: elements not in the checkpoint are zero")
         for alias in saved[1:]:
@@ -292,13 +339,23 @@ class Loading(Selecting):
         part = self._early if request.early else self._late
         if request.early:
             part.names.append(full_name(place.item, place.fqn))
-        self._shards += wanted
-        if self.converts_to(spec, view.spec):
-            self._filled.append(request)
-        memories = [memory.memory if type(memory) is Strided else memory for _, memory in view.parts]
-        part.filled += [request.tensor, *(memory for memory in memories if memory is not request.tensor)]
-        if view.settle is not None and self.converts_to(spec, view.spec):
+        self._fill(request, place, part, comes=self.converts_to(spec, view.spec))
+
+    def _fill(self, request: FillRequest, place: Place, part: DeliveryPart, *, comes: bool = True) -> None:
+        """Request this rank's parts of a tensor at a place.  Only a tensor that `comes` is written."""
+        view, tensor, filled = request.view, request.tensor, part.filled
+        filled.append(tensor)
+        for box, memory in view.parts:
+            self._shards.append(Shard(place.item, place.fqn, view.spec, box, view.replicas, memory=memory))
+            flat = memory.memory if type(memory) is Strided else memory
+            if flat is not tensor:
+                filled.append(flat)
+            if comes:
+                self._written.append((place, memory))
+        if comes and view.settle is not None:
             part.settles.append(view.settle)
+        if comes and isinstance(tensor, np.ndarray):  # it may be filled from a copy in another byte order
+            self._written.append((place, tensor))
 
     def _settle_number(self, request: FillRequest) -> None:
         """Load a tensor without dimensions from the number that was saved under its name, if one was."""
@@ -311,7 +368,7 @@ class Loading(Selecting):
             for place in found.places:
                 self._take_value(place)
             self._num_kept += 1
-            self._filled.append(request)
+            self._written += request.memories()
             fills = request.fills(element(found.value, request.view.spec.dtype))
             (self._early if request.early else self._late).settles += fills
 
@@ -324,7 +381,7 @@ class Loading(Selecting):
         assert kept is not None
         self.taken_back.append((place.item, place.fqn))
         self._num_kept += 1
-        self._filled.append(request)
+        self._written += request.memories()
         (self._early if request.early else self._late).settles += request.fills(kept)
 
     def _more_exact(self, saved: Place, request: FillRequest) -> Place | None:

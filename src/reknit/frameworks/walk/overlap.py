@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,8 +62,14 @@ def overlapping(shards: Sequence[Shard]) -> list[list[int]]:
     """
     spaces: dict[Any, tuple[list[int], list[int], list[int]]] = {}
     flats: dict[int, tuple[Any, int, int]] = {}
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
     for number, shard in enumerate(shards):
-        space, low, high = _ends(shard.memory, flats)
+        memory = shard.memory
+        if type(memory) is kind and memory.is_cpu and memory.is_contiguous():  # nearly all memory
+            space, low = "cpu", memory.data_ptr()
+            high = low + memory.nbytes
+        else:
+            space, low, high = _ends(memory, flats)
         if low < high:
             held, lows, highs = spaces.setdefault(space, ([], [], []))
             held.append(number)
@@ -288,7 +293,7 @@ def may_fill(array: Any) -> bool:
         apart = is_distinct(array.shape, array.stride())
     if not apart:
         return False
-    return not _is_foreign(array) or not _is_within(array, *_read_only())
+    return not _is_foreign(array) or not _within([ends(array)])
 
 
 def require_writable(held: Iterable[tuple[object, Any]]) -> None:
@@ -297,28 +302,35 @@ def require_writable(held: Iterable[tuple[object, Any]]) -> None:
     The kernel's list is read once, and only for memory that neither torch nor NumPy allocated itself.  torch
     does not record the protection of such memory, and presents it to NumPy as writable.
     """
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
     foreign = [
         (place, memory)
         for place, memory in held
-        if _is_foreign(memory.memory if type(memory) is Strided else memory)
+        if (
+            not memory.untyped_storage().resizable()
+            if type(memory) is kind and memory.is_cpu
+            else _is_foreign(memory.memory if type(memory) is Strided else memory)
+        )
     ]
     if not foreign:
         return
-    starts, stops = _read_only()
-    for place, memory in foreign:
-        if _is_within(memory, starts, stops):
-            what = "an array" if isinstance(memory, np.ndarray) else "a tensor"
-            raise StateError(
-                f"{place} is {what} over a read-only mapping of a file",
-                remedy="load into a copy of it, or map the file so that it may be written",
-            )
+    flats: dict[int, tuple[Any, int, int]] = {}
+    for number in _within([_ends(memory, flats)[1:] for _, memory in foreign]):
+        place, memory = foreign[number]
+        what = "an array" if isinstance(memory, np.ndarray) else "a tensor"
+        raise StateError(
+            f"{place} is {what} over a read-only mapping of a file",
+            remedy="load into a copy of it, or map the file so that it may be written",
+        )
 
 
-def _is_within(memory: Any, starts: list[int], stops: list[int]) -> bool:
-    """Return whether an array has bytes in one of some ranges, which are in order."""
-    low, high = ends(memory)
-    near = bisect_right(starts, high - 1) - 1
-    return near >= 0 and low < high and stops[near] > low
+def _within(held: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the numbers of the ranges of memory with bytes that this process may not write."""
+    starts, stops = (np.array([0, *each], np.uint64) for each in _read_only())
+    lows, highs = np.array(held, np.uint64).T
+    near = np.searchsorted(starts, highs) - 1
+    found: list[int] = np.flatnonzero((near >= 0) & (lows < highs) & (stops[near] > lows)).tolist()
+    return found
 
 
 def _is_foreign(memory: Any) -> bool:

@@ -22,7 +22,7 @@ from reknit.frameworks.walk.own_code import cause
 from reknit.frameworks.walk.walk import Walk
 from reknit.types.dtype import ITEMSIZE, converts
 from reknit.types.entry import own_code
-from reknit.types.shard import Shard, Tagged, TensorSpec, full_name
+from reknit.types.shard import Shard, Tagged, TensorSpec, escaped, full_name
 from reknit.types.wanted import matches, reshaping
 
 if TYPE_CHECKING:
@@ -151,6 +151,17 @@ class RankCatalog:
         text = place.child(str(key))
         return text if self._holds(text) else at
 
+    def children(self, place: Place, keys: Sequence[str | int]) -> list[Place]:
+        """Return the places of the contents of a container under these keys, each as `child` returns it."""
+        if self._catalog.keys_as_text:
+            return [self.child(place, key) for key in keys]
+        item, below = place.item, f"{place.fqn}/" if place.fqn else ""
+        kind = type(place)
+        return [
+            kind(item, below + (escaped(key) if type(key) is str else tree.escape(key, place)))
+            for key in keys
+        ]
+
     def inside(self, place: Place) -> Place:
         """Return the place of the content of a box, which has no name but where keys were saved as texts."""
         inner = place.child(_CONTENT)
@@ -197,6 +208,11 @@ class RankCatalog:
         if place.fqn in mine:
             return FoundValue(from_neutral(mine[place.fqn], given=give))
         return FoundValue(None, self.differed(place) or "the checkpoint does not have it")
+
+    def is_same(self, place: Place, other: Place) -> bool:
+        """Return whether all ranks shared one value for two places, which its reader recognised as one."""
+        shared, same = (self._catalog.blobs.get(one.item, {}).get(one.fqn) for one in (place, other))
+        return shared is same and type(shared) is dict
 
     def differed(self, place: Place) -> str | None:
         """Return the error text for a value that differed between ranks and that this rank does not have."""
@@ -416,10 +432,11 @@ class FillRequest(Struct):
             for box, memory in view.parts
         ]
 
-    def memories(self) -> list[Any]:
+    def memories(self) -> list[tuple[Place, Any]]:
         """Return all memory that is written when this is filled, also from a copy in another byte order."""
         held = [memory for _, memory in self.view.parts]
-        return [*held, self.tensor] if isinstance(self.tensor, np.ndarray) else held
+        held += [self.tensor] if isinstance(self.tensor, np.ndarray) else []
+        return [(self.places[0], memory) for memory in held]
 
     def wrong_shape(self, saved: TensorSpec) -> str | None:
         """Return why the memory cannot take a tensor of the saved shape, or None."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from reknit.frameworks.walk.save_walk import Saving
-    from reknit.frameworks.walk.walk import World
+    from reknit.frameworks.walk.walk import View, World
     from reknit.types.box import Box
     from reknit.types.shard import Alias, Blob, Holdings, TensorSpec
 
@@ -88,6 +88,9 @@ class TensorSigner(Protocol):
 
     def signed(self, signature: Signature) -> TensorsAtOnce | None:
         """Add the facts that decide how all the tensors are stored; None if there may be other facts."""
+
+    def views(self, tensors: Sequence[Any], places: Sequence[Place], world: World) -> list[View | None]:
+        """Return the view of each tensor, to fill it; None for a tensor that takes a closer look."""
 
 
 def sign(saving: Saving, kinds: frozenset[type]) -> Signature | None:
