@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from reknit.comm.group import Group
     from reknit.comm.tree.tree_group import TreeGroup
 
+pytestmark = pytest.mark.usefixtures("over_grpc")
+
 _RESET = struct.pack("ii", 1, 0)
 
 
