@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 class Stranger:
-    """A process that connects to the socket of a rank, and sends what it likes."""
+    """A process that connects to the socket of a rank, and sends any bytes."""
 
     def __init__(self, group: TreeGroup, token: str | None = None) -> None:
         """Connect, and send a token: the right one, unless another is given, even an empty one."""
@@ -325,6 +325,55 @@ def test_a_rank_that_is_owed_an_answer_stays_until_it_is_there(ports: list[TreeG
         rounds.join(60)
     assert len(ended) == 3
     assert joined(ports[0]) == set()
+
+
+def test_an_outcome_arrives_though_the_group_ended_before_it_was_sent(ports: list[TreeGroup]) -> None:
+    groups = [connect_rank(ports, rank) for rank in range(3)]
+    server, holding, go_on = ports[0].server, threading.Event(), threading.Event()
+    assert isinstance(server, over_sockets.Server)
+
+    def decide(requests: list[bytes]) -> list[bytes]:
+        server.submit(lambda: (holding.set(), go_on.wait(30)))
+        assert holding.wait(30)
+        return requests
+
+    def hold(group: Group) -> bytes:
+        answer = exchange(group, Call("last", b"x", 30), decide)
+        if group.rank == 0:
+            ports[0].rounds.break_off(round_errors.closed(0))
+            go_on.set()
+        return answer
+
+    assert endings(groups, hold) == [b"x"] * 3
+
+
+def test_what_a_rank_says_last_is_sent_before_it_leaves(
+    ports: list[TreeGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(3):
+        connect_rank(ports, rank)
+    uplink, holding, go_on = ports[1].uplink, threading.Event(), threading.Event()
+    assert isinstance(uplink, over_sockets.Uplink)
+    monkeypatch.setattr(uplink, "settle", lambda: (holding.set(), go_on.wait(30)))
+    uplink.ring()
+    assert holding.wait(30)
+    closing = threading.Thread(target=ports[1].close)
+    closing.start()
+    while uplink._closing is None:
+        time.sleep(0.01)
+    go_on.set()
+    closing.join(30)
+    assert ports[0].rounds.until_broken().message == "rank 1 closed the group"
+
+
+def test_a_call_that_is_dropped_is_taken_back(ports: list[TreeGroup]) -> None:
+    groups = [connect_rank(ports, rank) for rank in range(3)]
+    uplink = ports[1].uplink
+    assert uplink is not None
+    uplink.ask(Heading("job", groups[0].generation, 0, "ask", "").report(1, Parcel.of([b"x"])), 30, print)
+    uplink.drop()
+    for error in endings([groups[0], groups[2]], ask):
+        assert "rank 1 left round 0" in error.message
 
 
 def test_a_connection_may_be_closed_twice_and_what_comes_after_fails_at_once(ports: list[TreeGroup]) -> None:

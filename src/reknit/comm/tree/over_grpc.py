@@ -318,7 +318,7 @@ class Server:
         return Reply(self._rounds.until_broken().to_wire())
 
     def _receive_news(self, news: News, _: object) -> Reply:
-        self._rounds.hear(news)
+        self._rounds.receive_news(news)
         return Reply()
 
     def _stay(self, hello: Hello, context: grpc.ServicerContext) -> Reply:

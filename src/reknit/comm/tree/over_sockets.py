@@ -20,7 +20,7 @@ from collections import deque
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reknit.comm import round_errors
 from reknit.comm.meeting.addresses import PrivateSocket, socket_path
@@ -92,7 +92,7 @@ class Wire:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the connection takes it."""
+        """Send the waiting bytes, as far as the connection takes them."""
         try:
             while self.unsent:
                 del self.unsent[: self.socket.send(self.unsent, _NO_SIGNAL)]
@@ -137,16 +137,14 @@ class Loop(Generic[_Wire]):
         self.wires: dict[int, _Wire] = {}
         self._bell, self._ear = socket_pair()
         self._bell.settimeout(0)
-        self.doors: dict[int, Callable[[], object]] = {
-            self._ear.fileno(): lambda: self._ear.recv(_READ_NBYTES)
-        }
-        """What to call when a descriptor of another kind can be read."""
+        self.doors: dict[int, Callable[[], object]] = {self._ear.fileno(): self._read_rings}
+        """The functions to call when descriptors of other kinds can be read."""
         self._jobs: deque[Callable[[], object]] = deque()
         self._closing: Deadline | None = None
         self._over = False
         self._thread: threading.Thread | None = None
 
-    # What an end does, in the thread of the loop.
+    # The parts of an end, called in the thread of the loop.
 
     def received(self, wire: _Wire, kind: int, number: int, message: bytes | ReknitError) -> None:
         """Take a frame."""
@@ -158,14 +156,14 @@ class Loop(Generic[_Wire]):
         """Act on a connection whose time is over."""
 
     def settle(self) -> None:
-        """Send what has become due."""
+        """Send the frames that have become due."""
 
     def done(self, closing: Deadline | None) -> bool:
         """Return whether the thread may end; `closing` is set once this rank closes."""
         return closing is not None and closing.passed()
 
     def hang_up(self, wire: _Wire) -> None:
-        """End a connection; what the kernel has taken still arrives."""
+        """End a connection; data that the kernel has taken still arrive."""
         if self.wires.get(wire.fd) is wire:
             del self.wires[wire.fd]
             wire.socket.close()
@@ -198,6 +196,10 @@ class Loop(Generic[_Wire]):
                 wire.due = None
                 self.overdue(wire)
         self.settle()
+
+    def _read_rings(self) -> None:
+        with suppress(OSError):  # closed before the thread began
+            self._ear.recv(_READ_NBYTES)
 
     def _serve(self, wire: _Wire, events: int) -> None:
         wire.flush()
@@ -240,8 +242,8 @@ class Loop(Generic[_Wire]):
             self._work()
 
     def ring(self) -> None:
-        """Let the thread look at what is due."""
-        with suppress(OSError):  # it has a ring to hear already, or has ended
+        """Wake the thread, since something is due."""
+        with suppress(OSError):  # it has been rung for already, or has ended
             self._bell.send(b"\0")
 
     def stop(self, grace_s: float) -> None:
@@ -259,7 +261,7 @@ class Loop(Generic[_Wire]):
             end.close()
 
 
-_loops: weakref.WeakSet[Loop[Wire]] = weakref.WeakSet()
+_loops: weakref.WeakSet[Loop[Any]] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
@@ -321,7 +323,7 @@ class Uplink(Loop[Wire]):
         def end(reply: bytes | ReknitError) -> None:
             try:
                 done = reply if isinstance(reply, ReknitError) else decode(reply, Outcome, self._limit)
-            except Exception as error:  # the round must end whatever has come
+            except Exception as error:  # the round must end in any case
                 done = typed(error)
             on_end(done)
 
@@ -426,13 +428,13 @@ class Below(Wire):
     visit: Visit | None = None
     number = 0
     """The number of the call of that visit."""
-    knows_end = False
+    has_end = False
 
 
 class Server(Loop[Below]):
     """The server of a rank: answers the ranks below from its rounds.
 
-    `host` is what other groups of this host bind to, `address` is all that the ranks below need.
+    `host` is the value of `bind` for other groups of this host; the ranks below need only `address`.
     """
 
     host = UNIX
@@ -548,7 +550,7 @@ class Server(Loop[Below]):
         elif wire.child is None or kind not in (ROUND, DROP, NEWS):
             raise ProtocolError("a process sends messages of a rank before it has joined, or of no kind")
         elif kind == NEWS:
-            self._rounds.hear(decode(message, News, self._limit))
+            self._rounds.receive_news(decode(message, News, self._limit))
         elif kind == ROUND:
             self._attend(wire, number, decode(message, Report, self._limit))
         elif wire.visit is not None and wire.number == number:
@@ -568,8 +570,8 @@ class Server(Loop[Below]):
         """Send the end of the group, and the outcomes that are there; listeners come before an error."""
         broken = self._rounds.broken
         for wire in [wire for wire in self.wires.values() if wire.child is not None]:
-            if broken is not None and not wire.knows_end:
-                wire.knows_end = True
+            if broken is not None and not wire.has_end:
+                wire.has_end = True
                 wire.send(WATCH, 0, encode(Reply(broken.to_wire())))
             if (visit := wire.visit) is not None and visit.over:
                 wire.visit = wire.due = None

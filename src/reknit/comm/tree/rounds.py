@@ -91,7 +91,7 @@ class Rounds:
         self._attached: set[int] = set()
         self._due: deque[SendReport | Decide | Warn | RoundDone] = deque()
         self.on_change: Callable[[], object] = int
-        """What to call, without waiting there, when a child may have to hear something."""
+        """The function to call when there may be a message for a child; it never waits."""
 
     def connect(self, above: Above) -> None:
         """Take the connection to the parent, and send it the error if the group is broken already."""
@@ -243,7 +243,7 @@ class Rounds:
             self._attached.add(child)
         return child
 
-    def hear(self, news: News) -> None:
+    def receive_news(self, news: News) -> None:
         """Take the error that broke the group from below.  Raises `ProtocolError` for another group."""
         self._check_job(news.sender, news)
         self.break_off(from_wire(news.error), news.sender)

@@ -255,7 +255,7 @@ class TreeGroup:
     def _connect(self, above: int, address: str, token: str) -> over_sockets.Uplink | over_grpc.Uplink:
         """Return the connection to the rank above; from now on each of the two notices the other's end."""
         check_owner(address)
-        connect = _ends(is_unix=is_unix(address)).Uplink
+        connect: type[over_sockets.Uplink | over_grpc.Uplink] = _ends(is_unix=is_unix(address)).Uplink
         deadline, pauses = Deadline(self._options.connect_timeout_s), doubling(*_PAUSE_S)
         refused: Deadline | None = None
         while True:
