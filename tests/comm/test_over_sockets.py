@@ -332,8 +332,12 @@ def test_an_outcome_arrives_though_the_group_ended_before_it_was_sent(ports: lis
     server, holding, go_on = ports[0].server, threading.Event(), threading.Event()
     assert isinstance(server, over_sockets.Server)
 
+    def hold_up() -> None:
+        holding.set()
+        go_on.wait(30)
+
     def decide(requests: list[bytes]) -> list[bytes]:
-        server.submit(lambda: (holding.set(), go_on.wait(30)))
+        server.submit(hold_up)
         assert holding.wait(30)
         return requests
 
@@ -354,7 +358,12 @@ def test_what_a_rank_says_last_is_sent_before_it_leaves(
         connect_rank(ports, rank)
     uplink, holding, go_on = ports[1].uplink, threading.Event(), threading.Event()
     assert isinstance(uplink, over_sockets.Uplink)
-    monkeypatch.setattr(uplink, "settle", lambda: (holding.set(), go_on.wait(30)))
+
+    def hold_up() -> None:
+        holding.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(uplink, "settle", hold_up)
     uplink.ring()
     assert holding.wait(30)
     closing = threading.Thread(target=ports[1].close)
