@@ -46,6 +46,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _MEMORY = tempfile.mkdtemp(prefix="reknit-tests-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 os.environ["REKNIT_MEMORY"] = _MEMORY
 
+_MUCH = 100_000
+"""The number of objects of which a search for garbage takes long."""
+
 register("process", lambda url, durability: open_process_memory(url))
 
 
@@ -66,6 +69,15 @@ def pytest_collection_finish() -> None:
     """Exclude all that was imported and collected from searches for garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Exclude all objects that the tests of a file leave, if many, from later searches for garbage."""
+    yield
+    if (nextitem is None or nextitem.path != item.path) and len(gc.get_objects(generation=2)) > _MUCH:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module")

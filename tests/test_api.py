@@ -769,8 +769,8 @@ def test_a_process_may_save_over_what_another_one_saved_after_its_own_last_save(
 
 
 def test_no_garbage_is_collected_while_a_call_lasts(tmp_path: Path) -> None:
-    """Thousands of tensors would cause many collections, each of which goes through all objects of a job."""
-    state = {"model": {f"w{number}": np.full(4, number) for number in range(3000)}}
+    """A thousand tensors would cause many collections, each of which goes through all objects of a job."""
+    state = {"model": {f"w{number}": np.full(4, number) for number in range(1000)}}
     collections: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:

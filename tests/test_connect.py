@@ -21,6 +21,7 @@ import reknit
 from reknit.comm import group as comm
 from reknit.errors import CommError, DeadlineError, MissingExtraError, UsageError
 from tests.ports import free_port
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -175,6 +176,7 @@ def test_ranks_of_one_host_that_meet_in_a_folder_save_and_load_without_grpc(tmp_
         assert whole(ranks)[2] == [0, 0, 0]
 
 
+@at_night("ranks with certificates, and those with IPv6, meet at addresses")
 def test_ranks_that_meet_at_an_address_save_and_load_together(tmp_path: Path) -> None:
     at = f"tcp://127.0.0.1:{free_port()}"
     with job(at, tmp_path / "checkpoint", tokens=[TOKEN] * 3, generation=77) as ranks:
@@ -212,21 +214,20 @@ def test_ranks_and_agents_with_certificates_save_and_load_together(tmp_path: Pat
 def test_a_rank_with_a_wrong_token_is_refused_and_missed(tmp_path: Path) -> None:
     at = f"tcp://127.0.0.1:{free_port()}"
     tokens = [TOKEN, TOKEN, TOKEN + "!"]
-    with job(at, tmp_path / "checkpoint", tokens=tokens, connect_timeout_s=4) as ranks:
+    with job(at, tmp_path / "checkpoint", tokens=tokens, connect_timeout_s=3) as ranks:
         first, second, third = (rank.ends() for rank in ranks)
     ((kind, message),) = third
     assert kind == "CommError"
     assert "refuses our token" in message
     for ((kind, message),) in (first, second):
         assert kind == "DeadlineError"
-        assert "rank 2 did not come to the rendezvous of job 'job' within 4 s" in message
+        assert "rank 2 did not come to the rendezvous of job 'job' within 3 s" in message
 
 
 def test_a_job_that_was_killed_starts_again_in_the_same_place(tmp_path: Path) -> None:
     generations = []
-    for _ in range(2):
-        with job(str(tmp_path / "meet"), tmp_path / "checkpoint", hang=True) as ranks:
-            generations += [rank.says()[1] for rank in ranks]
+    with job(str(tmp_path / "meet"), tmp_path / "checkpoint", hang=True) as ranks:
+        generations += [rank.says()[1] for rank in ranks]
     # In the last start rank 0 comes last: the others find only the address of a dead run in the folder.
     with (
         job(str(tmp_path / "meet"), tmp_path / "checkpoint", ranks=[1, 2]) as others,
@@ -234,7 +235,7 @@ def test_a_job_that_was_killed_starts_again_in_the_same_place(tmp_path: Path) ->
     ):
         generations.append(whole(first + others)[1])
     assert generations == sorted(generations)
-    assert len(set(generations)) == 3
+    assert len(set(generations)) == 2
 
 
 def test_ranks_meet_in_a_store_of_torch() -> None:

@@ -18,7 +18,16 @@ from reknit.comm import group as comm
 from reknit.engine.background import at_agent, session
 from reknit.engine.background.background import Background
 from reknit.engine.sharing import shared_read
-from reknit.errors import ShortageError, StorageError, from_wire, shortage, typed
+from reknit.errors import (
+    DEVICE_REMEDY,
+    ReknitError,
+    ShortageError,
+    StorageError,
+    from_wire,
+    known,
+    shortage,
+    typed,
+)
 from reknit.events.phase import Recorder
 from reknit.format import blob_codec
 from reknit.format import index as index_file
@@ -29,6 +38,7 @@ from reknit.storage.local.os_errors import translated
 from reknit.testing.world import run_ranks
 from tests import ranks
 from tests.format.samples import sample_index
+from tests.running.cases import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +63,7 @@ SAID: list[tuple[Exception, str]] = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), MEMORY),
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), MEMORY),
     (torch.OutOfMemoryError("CUDA out of memory"), "a device has too little memory"),
+    (RuntimeError("CUDA error: out of memory\nSearch for `cudaError' in"), "a device has too"),
     (ImportError("_compute.so: failed to map segment from shared object"), MEMORY),
     (SystemError("error return without exception set"), MEMORY),
     (SystemError("<built-in function exec> returned NULL without setting an exception"), MEMORY),
@@ -91,6 +102,24 @@ def test_what_says_something_else_is_none() -> None:
     ]
     for error in cases:
         assert shortage(error) is None
+
+
+def test_an_error_of_a_driver_says_that_the_device_has_failed() -> None:
+    of_torch: Any = type("AcceleratorError", (RuntimeError,), {})
+    for error in one_by_one(
+        [
+            RuntimeError("CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in"),
+            RuntimeError("HIP error: unspecified launch failure"),
+            RuntimeError("CUDA driver error: invalid argument"),
+            of_torch("the device is lost"),
+        ]
+    ):
+        reported = typed(error)
+        assert type(reported) is ReknitError
+        assert reported.message == f"a device has failed: {error}"
+        assert reported.remedy == DEVICE_REMEDY
+    for other in one_by_one([RuntimeError("no CUDA error: none"), ValueError("CUDA error: none")]):
+        assert known(other) is None
 
 
 def test_a_phase_tells_where_it_was_too_little(tmp_path: Path) -> None:

@@ -130,9 +130,10 @@ class Bench:
         """Read all data files from the page cache, with as many threads as a load."""
         pieces = [
             (path, start)
-            for path in Path(self.base).glob("*.safetensors")
+            for path in Path(self.base).rglob("*.safetensors")
             for start in range(0, path.stat().st_size, READ_NBYTES)
         ]
+        assert pieces, f"no data files below {self.base}"
 
         def read(reader: int) -> None:
             for path, start in pieces[reader::READERS]:

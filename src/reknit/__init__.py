@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from reknit import system as _forks  # noqa: F401 (one before the first call counts, too)
-from reknit.errors import UsageError, did_you_mean, typed_shortage, without_secrets
+from reknit.errors import UsageError, did_you_mean, typed_known, without_secrets
 from reknit.system import without_collections
 from reknit.types.entry import REMEDY
 
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     try:
         _here.importing = True
         # Nothing of it is garbage, and a search of all of torch takes 50 ms.
-        with typed_shortage(), without_collections():
+        with typed_known(), without_collections():
             globals()[name] = found = getattr(import_module(home), name)
     except (ImportError, AttributeError) as error:
         if not inside:

@@ -279,7 +279,7 @@ def typed(error: BaseException) -> ReknitError:
     """Return the error itself, or a `ReknitError` with a foreign error as its cause."""
     if isinstance(error, ReknitError):
         return error
-    made = shortage(error) or ReknitError(f"{type(error).__name__}: {error}")
+    made = known(error) or ReknitError(f"{type(error).__name__}: {error}")
     made.__cause__ = error
     return made
 
@@ -293,6 +293,8 @@ _SAYS_MEMORY = re.compile(
     "out of memory|not enough memory|allocate memory|bad_alloc|failed to map segment"
     "|without exception set|without setting an exception"
 )
+_SAYS_DEVICE = re.compile("(CUDA|HIP|XPU|NPU) (driver )?error: ")
+DEVICE_REMEDY = "an earlier kernel may be the cause; start a process whose device has failed again"
 _SAYING = (MemoryError, OSError, RuntimeError, ImportError, SystemError)
 
 
@@ -324,7 +326,8 @@ def shortage(error: BaseException) -> ShortageError | None:
             remedy="make this call before the program ends, such as in a `finally` block: functions of "
             "`atexit` are too late for it",
         )
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which it has for devices only
+    # The first is torch's own, which it has for devices only, and the second one of the driver.
+    if type(error).__name__ == "OutOfMemoryError" or (_of_device(error) and "out of memory" in words):
         return ShortageError(
             f"a device has too little memory: {words}",
             remedy="free memory of the device first; tensors that are contiguous, and of the dtype that is "
@@ -344,12 +347,29 @@ def says_end(error: BaseException) -> bool:
     return any(part in str(error) for part in _SAYS_END)
 
 
+def known(error: BaseException) -> ReknitError | None:
+    """Return a typed error for a foreign error that means a shortage, or a failed device, or None.
+
+    After a kernel has failed, each later call to the driver of its device raises the error of that kernel.
+    """
+    if (short := shortage(error)) is not None:
+        return short
+    return ReknitError(f"a device has failed: {error}", remedy=DEVICE_REMEDY) if _of_device(error) else None
+
+
+def _of_device(error: BaseException) -> bool:
+    """Return whether the driver of a device has raised an error, which torch has a type for since 2.8."""
+    if not isinstance(error, RuntimeError) or isinstance(error, ReknitError):
+        return False
+    return type(error).__name__ == "AcceleratorError" or _SAYS_DEVICE.match(str(error)) is not None
+
+
 @contextmanager
-def typed_shortage() -> Iterator[None]:
-    """Raise a `ShortageError` for a foreign error that means a shortage; other errors are not changed."""
+def typed_known() -> Iterator[None]:
+    """Raise a typed error for a foreign error that is `known`; other errors are not changed."""
     try:
         yield
     except _SAYING as error:
-        if isinstance(error, ReknitError) or (short := shortage(error)) is None:
+        if isinstance(error, ReknitError) or (made := known(error)) is None:
             raise
-        raise short from error
+        raise made from error

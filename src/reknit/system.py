@@ -24,7 +24,7 @@ from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from reknit.errors import ShortageError, says_end, shortage, typed_shortage
+from reknit.errors import ShortageError, says_end, shortage, typed_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -281,7 +281,7 @@ def start(thread: threading.Thread) -> None:
     If memory runs out before the first line of a thread, Python would wait for that line for ever.
     """
     require_memory(_THREAD_NBYTES)
-    with typed_shortage():
+    with typed_known():
         thread.start()
 
 

@@ -63,7 +63,7 @@ void leave_error(const std::string& message) {
 }
 void check() {
   std::lock_guard<std::mutex> guard(g_error_lock);
-  if (!g_error.empty()) throw std::runtime_error("simulated device: earlier work failed: " + g_error);
+  if (!g_error.empty()) throw std::runtime_error("CUDA error: simulated, earlier work failed: " + g_error);
 }
 void check_launch() {
   check();

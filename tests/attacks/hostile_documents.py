@@ -62,6 +62,12 @@ def manifests() -> Iterator[tuple[str, bytes]]:
     yield "flood_of_coordinates", signed(good[:-29].replace(b'"blobs":[', blob))
     items = b",".join(b'"%x"' % k for k in range(FLOOD_NBYTES // 8))
     yield "flood_of_items", signed(good[:-29].replace(b'"items":[', b'"items":[%b,' % items))
+    yield from changed_manifests()
+
+
+def changed_manifests() -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of every manifest of which one member is hostile."""
+    good = encode_manifest(sample_manifest())
     for name, change in _MEMBERS.items():
         document = json.loads(good)
         del document["digest"]

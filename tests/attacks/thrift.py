@@ -88,7 +88,8 @@ def _value(kind: int, value: Any) -> bytes:
             if len(values) < 15
             else bytes([0xF0 | member]) + _varint(len(values))
         )
-        return head + b"".join(_value(member, one) for one in values)
+        made = {id(one): _value(member, one) for one in {id(one): one for one in values}.values()}
+        return head + b"".join(made[id(one)] for one in values)  # many lists repeat one object very often
     assert kind == STRUCT
     fields: Struct = value
     return write(fields)

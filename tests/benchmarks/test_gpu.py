@@ -13,6 +13,7 @@ from benchmarks.gpu import run
 from benchmarks.gpu.measure import Bench
 from tests.accelerator import installed
 from tests.devices import every_device
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +24,7 @@ TINY = ["--gib", "0.002", "--width", "128", "--batch", "8", "--rounds", "1"]
 
 
 @every_device
+@at_night("torchrun/test_on_devices.py saves and loads on devices by day")
 def test_the_benchmark_runs_on_a_device_and_gives_no_speed_of_a_simulated_one(
     device_type: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

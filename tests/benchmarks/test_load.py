@@ -18,7 +18,7 @@ from benchmarks.load.geometry import BLOCK, needed
 from benchmarks.load.metered_storage import Meter
 from benchmarks.load.states import DDP_4, FSDP_2_TP_2, FSDP_4, TP_4, Layout, boxes
 from reknit.storage.local.store import LocalStorage
-from tests.running.examples import examples
+from tests.running.examples import at_night, examples
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {"embedding": (16, 8), "layers.0.wo": (8, 8), "layers.0.w1": (32, 8), "layers.0.norm": (8,)}
@@ -54,7 +54,7 @@ def _boxes(draw: st.DrawFn) -> tuple[str, tuple[slice, ...]]:
     return fqn, (slice(top, bottom), slice(left, right))
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(10))
 @given(wanted=_boxes())
 def test_needed_bytes_and_blocks_are_those_found_element_by_element(
     checkpoint: str, wanted: tuple[str, tuple[slice, ...]]
@@ -95,6 +95,7 @@ def test_the_metered_storage_has_what_a_folder_has(tmp_path: Path) -> None:
     assert missing == set()
 
 
+@at_night("the parts of the benchmark run by day in the other tests here")
 def test_the_benchmark_runs_through(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(ROOT / "benchmarks/load/run.py"), "--quick", "--parts", "single"]

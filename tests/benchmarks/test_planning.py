@@ -11,6 +11,7 @@ from benchmarks.planning import loads, root
 from benchmarks.planning.jobs import Fsdp2, Megatron, Model
 from benchmarks.planning.tree import climb, rank_of
 from reknit.engine.saving.coordinator import Coordinator
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     from benchmarks.planning.jobs import Job
@@ -23,7 +24,7 @@ def saved(reported: Climbed) -> dict[str, float]:
 
 
 def test_the_ranks_of_the_megatron_job_hold_405b_parameters_without_a_hole() -> None:
-    for dp in (1, 3):
+    for dp in (1, 3) if is_night() else (1,):
         job = Megatron(dp)
         shapes = {
             s.fqn: s.spec.shape for rank in range(job.ranks) for s in job.shards(rank) if s.item == "model"

@@ -19,6 +19,7 @@ from reknit.cli.gc import age
 from reknit.errors import FencedError, MissingExtraError
 from reknit.storage.local.memory import sweepable
 from reknit.storage.registry import open_storage
+from tests.running.examples import is_night
 from tests.servers import new_folder, reach, uploads_left
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return Where(kind, url)
 
 
+def on(*day: str) -> pytest.MarkDecorator:
+    """Return the mark of a test of these stores by day, and of all at night."""
+    return pytest.mark.parametrize("where", ["local", "s3", "hdfs"] if is_night() else day, indirect=True)
+
+
 def begun(where: Where, kind: str, operation: str) -> subprocess.Popen[str]:
     """Start a process that saves to the folder ``b``."""
     return subprocess.Popen(
@@ -116,6 +122,7 @@ def rows(command: Command, where: Where, *arguments: str) -> list[dict[str, Any]
     return found
 
 
+@on("local", "hdfs")
 def test_what_runs_left_goes_and_the_records_of_who_owns_the_folder_stay(
     command: Command, where: Where
 ) -> None:
@@ -209,6 +216,7 @@ class Reading:
             raise self.error
 
 
+@on("local", "s3")
 def test_a_save_under_way_is_left_alone(command: Command, where: Where) -> None:
     """The save is over a checkpoint, which stays as it is until that save commits."""
     reknit.save(where.at("b"), {"x": np.arange(10)})
@@ -226,6 +234,7 @@ def test_a_save_under_way_is_left_alone(command: Command, where: Where) -> None:
     assert target["x"][-1] == (5 << 19) - 1
 
 
+@on("local", "hdfs")
 def test_a_save_that_was_taken_for_dead_fails_and_harms_nothing(command: Command, where: Where) -> None:
     """The files of the save are removed while it sleeps, right before it commits."""
     reknit.save(where.at("b"), {"x": np.arange(10)})

@@ -111,7 +111,7 @@ def run(sets: Sequence[TokenSet], story: Sequence[Phase], epochs: int, last: Lay
     return ledger
 
 
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(60))
 @given(corpora(), st.lists(phases, min_size=1, max_size=6), st.integers(1, 2), layouts)
 def test_every_sample_is_consumed_once_and_in_the_order_of_its_source(
     sets: list[TokenSet], story: list[Phase], epochs: int, last: Layout

@@ -16,6 +16,7 @@ from reknit.dataloader import ConsumedSamples
 from reknit.frameworks.registry import collect
 from tests.dataloader.source_kinds import installed
 from tests.frameworks.checkpoint import Checkpoint, assemble, load
+from tests.running.examples import at_night
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -43,6 +44,7 @@ def test_a_grain_dataset_goes_on_by_its_position() -> None:
     assert sorted(seen) == list(range(66))
 
 
+@at_night("the dataset of Grain, which needs no process of its own")
 def test_mosaic_streaming_says_one_position_for_all_ranks(tmp_path: Path) -> None:
     if importlib.util.find_spec("streaming") is None:
         pytest.skip("streaming is not installed")

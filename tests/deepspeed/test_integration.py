@@ -22,6 +22,7 @@ from tests import ranks
 from tests.deepspeed import engines
 from tests.integrations.random_death import death
 from tests.optional import needs
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,6 +200,7 @@ def test_a_script_that_keeps_its_calls_resumes_after_a_death_in_another_stage_on
     assert reknit.latest(root, pending="wait") == f"{root}/global_step12"
 
 
+@at_night("test_engines.py and the test above go on from a load by day")
 def test_a_resumed_script_has_the_losses_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
     died, whole = str(tmp_path / "died"), str(tmp_path / "whole")
     first = run(2, train_as_before, died, "z1-bf16", 4, None)

@@ -69,7 +69,8 @@ NUMBERS: dict[str, list[tuple[str, str, float]]] = {
         ("default 5 GB", "integrations/hugging_face/export.py:MAX_SHARD_NBYTES", 5e9)
     ],
     "howto/gpus.md": [
-        ("| 64 MiB: they are laid out", "engine/memory/devices.py:GATHER_NBYTES", 64 * MIB),
+        ("`wait=False` | 8 MiB: they", "engine/memory/devices.py:PIECE_NBYTES", 8 * MIB),
+        ("copied together, 64 MiB at a time", "engine/memory/devices.py:GATHER_NBYTES", 64 * MIB),
         ("of up to 64 KiB that no", "engine/background/snapshot.py:SMALL_NBYTES", 64 << 10),
         ("in total at most 64 MiB", "engine/background/snapshot.py:_CLONES_NBYTES", 64 * MIB),
         ("about 12 MiB for a moment", "engine/memory/elements.py:LOT_LINES", 1 << 16),

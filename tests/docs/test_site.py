@@ -98,7 +98,7 @@ def test_no_page_is_wider_than_a_desktop_or_a_telephone(site: Path, browser: Any
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", "dark"] if is_night() else ["dark"])
 def test_each_kind_of_page_fits_into_the_window_has_enough_contrast_and_pictures_that_suit_it(
     theme: str, site: Path, browser: Any
 ) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from reknit.cli.main import parser
+from reknit.cli.main import main, parser
 from tests.docs.outputs import (
     HERE,
     Printed,
@@ -31,7 +31,8 @@ from tests.docs.outputs import (
     with_real_outputs,
 )
 from tests.docs.pages import ROOT, Block, blocks, commands
-from tests.ranks import run
+from tests.ranks import Died, run
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     import io
@@ -47,28 +48,52 @@ ILLUSTRATED = {
 }
 # Tests of their own run the scripts on these pages.
 OWN_TESTS = {"docs/howto/fsdp2.md"}
+# By day the tests of these frameworks make the same calls.
+AT_NIGHT = {f"docs/howto/{name}.md" for name in ("bytecheckpoint", "fsdp1", "jax", "lightning", "orbax")}
 # Scripts of this repository set up, measure, or run these very tests.
 NOT_FOLLOWED = "scripts/"
 
 # Elsewhere its processes are forked, which takes a tenth of the time.
 TORCHRUN = "torchrun --nproc-per-node "
-# Without redirections and other things of a shell.
-FORKED = re.compile(rf"(?:{TORCHRUN}\d+|python) [\w.]+")
+# Without pipes and other things of a shell.
+FORKED = re.compile(rf"(?:{TORCHRUN}\d+|python) [\w.]+|reknit(?: [\w./=-]+)+")
+# The shell prints the exit code of a command that fails.
+OR_CODE = re.compile(r'(?: 2>/dev/null)? \|\| echo "exit code \$\?"$')
 # The modules of `tests.warm` that save a script an import of seconds.
-WARM = {"docs/howto/lightning.md": "lightning"}
+WARM = {"docs/howto/lightning.md": "lightning", "docs/howto/transformers.md": "trainers"}
+# All of their snippets run in one process that is forked.
+FORKED_PAGES = {"docs/howto/transformers.md"}
 # The variables of torchrun.
 LAUNCHED = re.compile(r"(?:LOCAL_)?(?:RANK|WORLD_SIZE)|MASTER_\w+|TORCHELASTIC_\w+")
+# Agents print after the end of these, and a shell waits for that.
+OUTLIVED = {'python ended.py || echo "exit code $?"'}
 # Pages that show the output of their snippets and commands.
 WITH_OUTPUTS = ["docs/tutorial.md", "docs/howto/drills.md"]
+
+FOLLOWED = [name for name in NAMES if name not in {*WITH_OUTPUTS, *OWN_TESTS}]
 
 WRITE = "REKNIT_WRITE_OUTPUTS"
 """With this environment variable, pages with outputs get the real ones."""
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
-@pytest.mark.parametrize("page", [name for name in NAMES if name not in {*WITH_OUTPUTS, *OWN_TESTS}])
+@pytest.mark.parametrize("page", [name for name in FOLLOWED if is_night() or name not in AT_NIGHT])
 def test_a_reader_can_follow_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page in FORKED_PAGES:
+        run(1, follow_alone, page, str(tmp_path), warm=WARM[page], joined=False)
+        return
     monkeypatch.chdir(tmp_path)
+    follow_all(page)
+
+
+def follow_alone(page: str, folder: str) -> None:
+    """Follow a page in this forked process, as one that no launcher has started."""
+    leave_launcher()
+    os.chdir(folder)
+    follow_all(page)
+
+
+def follow_all(page: str) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks((ROOT / page).read_text()):
         if block.file is not None:
@@ -103,7 +128,7 @@ def test_a_page_shows_the_output_of_its_snippets_and_commands(
                 outputs.append(Printed(line, shown, at_home(stream.getvalue())))
             elif block.language == "console":
                 for command, line, shown in after_commands(block):
-                    forked = FORKED.fullmatch(command)
+                    forked = FORKED.fullmatch(OR_CODE.sub("", command)) and command not in OUTLIVED
                     printed = ranks_printed(command) if forked else printed_by(command, block, page)
                     outputs.append(Printed(line, shown, at_home(printed)))
     if os.environ.get(WRITE):
@@ -178,27 +203,44 @@ def run_script(folder: str, output: str | None, script: str, *arguments: str) ->
                 raise
 
 
-def run_alone(folder: str, output: str | None, script: str, *arguments: str) -> None:
-    """Run a script in this process as one that no launcher has started."""
+def run_alone(folder: str, output: str | None, script: str, *arguments: str) -> int:
+    """Run a script, or `reknit` itself, in this process as one that no launcher has started."""
+    leave_launcher()
+    if script != "reknit":
+        run_script(folder, output, script, *arguments)
+        return 0
+    os.chdir(folder)
+    with shown_in(output) if output else nullcontext():
+        return main(arguments)
+
+
+def leave_launcher() -> None:
     for name in [name for name in os.environ if LAUNCHED.fullmatch(name)]:
         del os.environ[name]
-    run_script(folder, output, script, *arguments)
 
 
-def by_ranks(command: str, output: str | None = None, warm: str = "plain") -> None:
-    """Run a command of torchrun or Python in forked processes."""
+def by_ranks(
+    command: str, output: str | None = None, warm: str = "plain", *, may_fail: bool = False
+) -> list[int]:
+    """Run a command of torchrun, Python or reknit in forked processes; return their exit codes."""
+    call: Callable[..., int | None] = run_alone
+    world, script = "1", shlex.split(command.removeprefix("python "))
     if command.startswith(TORCHRUN):
         world, *script = shlex.split(command.removeprefix(TORCHRUN))
-        run(int(world), run_script, os.getcwd(), output, *script, warm=warm, joined=False)
-    else:
-        run(1, run_alone, os.getcwd(), output, *shlex.split(command)[1:], warm=warm, joined=False)
+        call = run_script
+    ended = run(int(world), call, os.getcwd(), output, *script, warm=warm, some_die=may_fail, joined=False)
+    codes = [one.code if isinstance(one, Died) else one or 0 for one in ended]
+    assert may_fail or not any(codes), command
+    return codes
 
 
 def ranks_printed(command: str) -> str:
     """Run a command in forked processes; return their output on both streams."""
+    alone = OR_CODE.sub("", command)
     with tempfile.NamedTemporaryFile("r") as output:
-        by_ranks(command, output.name)
-        return output.read()
+        failed = [code for code in by_ranks(alone, output.name, may_fail=alone != command) if code]
+        code = 1 if alone.startswith(TORCHRUN) else failed[0] if failed else 0
+        return output.read() + (f"exit code {code}\n" if failed else "")
 
 
 def follow(block: Block, page: str) -> None:

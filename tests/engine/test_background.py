@@ -413,7 +413,7 @@ def test_ranks_that_save_different_steps_are_told_so_and_nothing_is_committed() 
         reported = []
         for k in range(2 - group.rank, 4):  # rank 1 makes one call more
             state = {"model": {f"own.{group.rank}": np.full(9, k)}}
-            options = reknit.SaveOptions(timeout_s=8)
+            options = reknit.SaveOptions(timeout_s=4)
             try:
                 save = background("gated://x", state, step=k, overwrite=True, group=group, options=options)
                 save.result(LIMIT_S)

@@ -171,7 +171,7 @@ def test_everything_is_read_once_whatever_the_number_of_tensors(tmp_path: Path) 
 
 def test_memory_is_that_of_the_result_and_of_reads_in_flight(tmp_path: Path) -> None:
     # Transposed, so that nothing can be read straight into the target of a reader that would keep pieces.
-    state = {"m": {f"w{n}": np.ones((8, MIB // 8)) for n in range(64)}}
+    state = {"m": {f"w{n}": np.ones((8, MIB // 8)) for n in range(48)}}
     reknit.save(tmp_path / "x", state)
     del state
     options = reknit.LoadOptions(inflight_nbytes=16 * MIB, threads=1)

@@ -22,6 +22,7 @@ from reknit.comm.tree.thread_group import thread_groups
 from reknit.engine.background.session import AgentSession
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import agent_of, agents_of, stopped, wait_until
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +53,7 @@ def closing() -> Iterator[threading.Thread]:
     assert answers == [True]
 
 
-@pytest.mark.parametrize(("number", "stage"), [(0, "eager"), (2, "eager"), (2, "lazy")])
+@pytest.mark.parametrize(("number", "stage"), [(0, "eager"), (2, "lazy"), *[(2, "eager")] * is_night()])
 def test_saves_under_way_end_well_and_then_the_agent_ends(tmp_path: Path, number: int, stage: Any) -> None:
     group, options = SoloGroup(), reknit.SaveOptions(stage=stage)
     reknit.save(tmp_path / "first", STATE, wait=False, group=group).result(LIMIT_S)

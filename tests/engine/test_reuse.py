@@ -123,6 +123,18 @@ def test_what_is_frozen_is_written_once_and_every_step_is_whole_by_itself(tmp_pa
     run.check(3)
 
 
+@pytest.mark.timeout(30)
+def test_a_save_without_anything_to_write_waits_for_no_first_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reknit.engine.memory.write._BEGIN_S", 3600)
+    state = {"model": {"w": torch.zeros(3 << 20)}}  # of three blocks, since a small save has one thread
+    for step in range(2):
+        reknit.save(tmp_path / str(step), state)
+    first, second = ({file.stat().st_ino for file in tmp_path.glob(f"{k}/model/*")} for k in range(2))
+    assert first == second
+
+
 @settings(max_examples=examples(12))
 @given(st.integers(0, FROZEN.numel - 1))
 def test_a_frozen_tensor_that_changed_all_the_same_is_written(place: int) -> None:

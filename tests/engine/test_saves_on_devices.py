@@ -16,14 +16,16 @@ from torch import nn
 import reknit
 from reknit.engine.background import snapshot
 from reknit.engine.memory import arena_pool
+from reknit.errors import DEVICE_REMEDY
 from reknit.types import devices
 from tests.accelerator import install, installed
-from tests.devices import every_simulated_device, on_simulated_cuda, run_simulated
+from tests.devices import every_simulated_device, on_simulated_cuda, on_simulated_own, run_simulated
 from tests.faults.nursery import agents_of, stopped
-from tests.running.cases import one_by_one_in
+from tests.running.cases import one_by_one, one_by_one_in
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.accelerator import Accelerator
 
@@ -31,7 +33,15 @@ LIMIT_S = 60.0
 NUMEL = 20_000
 """Enough for several copies."""
 
-every_stage = pytest.mark.parametrize("stage", ["eager", "lazy"])
+each_stage = pytest.mark.parametrize(
+    ("stage", "device_type"),
+    [
+        pytest.param("eager", "cuda", marks=on_simulated_cuda),
+        pytest.param("lazy", "sim", marks=on_simulated_own),
+        pytest.param("eager", "sim", marks=[on_simulated_own, at_night("lazily on this kind")]),
+        pytest.param("lazy", "cuda", marks=[on_simulated_cuda, at_night("eagerly on this kind")]),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +117,37 @@ def is_stored(path: Path, into: Training, expected: list[torch.Tensor]) -> bool:
 
 
 @every_simulated_device
-@every_stage
+def test_each_call_after_a_device_has_failed_raises_an_error_of_that_device(
+    accelerator: Accelerator, device_type: str, tmp_path: Path
+) -> None:
+    training = Training(device_type)
+    good, bad, state = tmp_path / "good", tmp_path / "bad", training.state
+    reknit.save(good, state)
+    eager, lazy = (reknit.SaveOptions(stage=stage, timeout_s=LIMIT_S) for stage in ("eager", "lazy"))
+    reknit.prepare(tmp_path, state, options=lazy)
+    training.step()  # it waits at its hook, so that the next save is lazy
+    new = {"optimizer": torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)}
+    calls: dict[str, Callable[[], object]] = {
+        "lazy": lambda: reknit.save(bad, state, wait=False, options=lazy).result(LIMIT_S),
+        "eager": lambda: reknit.save(bad, state, wait=False, options=eager).result(LIMIT_S),
+        "wait": lambda: reknit.save(bad, state, options=eager),
+        "load": lambda: reknit.load(good, state),
+        "load into a new optimizer": lambda: reknit.load(good, state | new),
+        "read": lambda: reknit.open(good).read_all(device=device_type),
+    }
+    for name in one_by_one(calls):
+        accelerator.fail_copy()
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            training.copies()
+        with pytest.raises(reknit.ReknitError, match=r"a device has failed: |a copy from or to ") as caught:
+            calls[name]()
+        assert caught.value.remedy == DEVICE_REMEDY
+        accelerator.reset()
+        accelerator.forget_errors()
+        assert not (bad / "manifest.json").exists()
+
+
+@each_stage
 def test_what_is_on_two_devices_is_stored_as_it_was_with_each_seed(
     accelerator: Accelerator, device_type: str, stage: str, tmp_path: Path
 ) -> None:
@@ -125,8 +165,7 @@ def test_what_is_on_two_devices_is_stored_as_it_was_with_each_seed(
     torch.accelerator.set_device_index(0)
 
 
-@every_simulated_device
-@every_stage
+@each_stage
 def test_gradients_go_on_to_be_added_up_while_a_save_copies(
     accelerator: Accelerator, device_type: str, stage: str, tmp_path: Path
 ) -> None:
@@ -149,8 +188,7 @@ def test_gradients_go_on_to_be_added_up_while_a_save_copies(
     assert all(map(torch.equal, one.copies(), alone.copies())), "training went on as if nothing was saved"
 
 
-@every_simulated_device
-@every_stage
+@each_stage
 def test_saves_under_way_at_the_same_time_have_each_what_was_there(
     accelerator: Accelerator, device_type: str, stage: str, tmp_path: Path
 ) -> None:
@@ -205,11 +243,11 @@ def test_memory_is_unpinned_before_its_pages_are_given_up(
     assert accelerator.unpin(address) != 0
 
 
-@every_simulated_device
+@on_simulated_own
 def test_what_is_larger_than_the_host_memory_is_stored_as_it_was(
-    accelerator: Accelerator, device_type: str, tmp_path: Path
+    accelerator: Accelerator, tmp_path: Path
 ) -> None:
-    live, other = (torch.zeros(20 << 20, device=device_type) for _ in range(2))
+    live, other = (torch.zeros(20 << 20, device="sim") for _ in range(2))
     live.fill_(1)
     options = reknit.SaveOptions(durability="process", host_nbytes=64 << 20)
     pending = reknit.save(tmp_path / "x", {"x": live}, wait=False, options=options)
@@ -219,8 +257,7 @@ def test_what_is_larger_than_the_host_memory_is_stored_as_it_was(
     assert other.eq(1).all().item()
 
 
-@every_simulated_device
-@every_stage
+@each_stage
 def test_a_save_that_is_called_on_another_stream_waits_for_that_stream(
     accelerator: Accelerator, device_type: str, stage: str, tmp_path: Path
 ) -> None:

@@ -197,7 +197,7 @@ def test_any_flat_range_of_any_strided_tensor_on_a_device_is_staged_in_row_major
         out = np.empty(live.element_size() * numel, np.uint8)
         there = torch.empty_strided(live.shape, live.stride(), dtype=dtype, device=device_type).copy_(live)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(staging, "GATHER_NBYTES", budget)
+            patch.setattr(staging, "PIECE_NBYTES", budget)
             save = Staging()
             save.add(bits(there), first, numel, out)
             save.wait(LIMIT_S)
@@ -213,7 +213,7 @@ def test_memory_on_the_device_is_bounded_and_none_is_taken_for_what_is_contiguou
     accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for transposed in one_by_one([False, True]):
-        monkeypatch.setattr(staging, "GATHER_NBYTES", 4096)
+        monkeypatch.setattr(staging, "PIECE_NBYTES", 4096)
         live = torch.arange(4e4, device=device_type).reshape(200, 200)
         source, out = bits(live.t() if transposed else live), nbytes_of(live)
         accelerator.reset_peak()
@@ -231,7 +231,7 @@ def test_memory_on_the_device_is_bounded_and_none_is_taken_for_what_is_contiguou
 def test_copies_that_were_queued_before_an_error_are_waited_for(
     accelerator: Accelerator, device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "GATHER_NBYTES", 8)
+    monkeypatch.setattr(staging, "PIECE_NBYTES", 8)
     live = torch.arange(1, 7, dtype=torch.int32, device=device_type).reshape(2, 3).t()
     memory = torch.zeros(6, dtype=torch.int32, pin_memory=True)
     save, before = Staging(), current(device_type)

@@ -14,6 +14,7 @@ import pytest
 
 import reknit
 from tests.running.cases import one_by_one
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,7 +142,7 @@ def rank_of_a_job(rank: int, folder: Path, end: str) -> None:
     sys.exit(3 if end == "exits" else 0)
 
 
-@pytest.mark.parametrize(("end", "status"), [("returns", 120), ("exits", 3), ("raises", 1)])
+@pytest.mark.parametrize(("end", "status"), [("returns", 120), ("raises", 1), *[("exits", 3)] * is_night()])
 def test_each_rank_of_a_job_says_it(tmp_path: Path, end: str, status: int) -> None:
     context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=rank_of_a_job, args=(rank, tmp_path, end)) for rank in range(2)]

@@ -37,6 +37,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@at_night("jobs of tests/torchrun and tests/faults go on after a death by day")
 def test_it_goes_on_where_it_was_and_loses_nothing(tmp_path: Path) -> None:
     died, whole = tmp_path / "died", tmp_path / "whole"
     assert run(2, trained, str(died), 12, 0, some_die=True) == [None, Died(-signal.SIGKILL)]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LIMIT_S = 30.0
-STEP = 1 if is_night() else 4
-"""The copies and allocations fail in turn, by day each fourth one."""
+STEP = 1 if is_night() else 8
+"""The copies and allocations fail in turn, by day each eighth one."""
 
 WAYS: tuple[Any, ...] = ("eager", "lazy", "wait", "load")
 

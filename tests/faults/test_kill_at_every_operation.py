@@ -1,6 +1,7 @@
 """SIGKILL at every storage operation of a save leaves the old checkpoint or the new one, whole.
 
 Each save runs in a fresh interpreter (a fork of one that has only imported), and dies at its k-th operation.
+By day k is each second number.
 A second interpreter then checks the files.  A save that "links" takes over the frozen layer of a checkpoint
 beside it, one that "overwrites" replaces a checkpoint.
 """
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.running.examples import is_night
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -26,7 +29,7 @@ from reknit.storage.registry import register
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from tests.warm.ahead import WITH_TORCH, WITHOUT_TORCH, import_all
 
-root, durability, mode = sys.argv[1:]
+root, durability, mode, every = sys.argv[1:]
 overwrite = mode == "overwrites"
 kept, kill_at = [], [0]
 import_all(*WITHOUT_TORCH)  # once here, and not in every fork
@@ -104,14 +107,14 @@ while True:
     result = child(lambda: save(path, 2, k, overwrite=overwrite))
     seen = child(lambda: look(path))
     outcomes.append({"k": k, "result": result, "seen": seen})
-    if k % 4 == 0 or "operations" in result:
+    if len(outcomes) % 4 == 0 or "operations" in result:
         again = child(lambda: save(path, 3, 0, overwrite=True))
         after = child(lambda: look(path))
         leftovers = child(lambda: {"files": sorted(f.path for f in LocalStorage(path).list())})
         outcomes[-1].update(again=again, after=after, **leftovers)
     if "operations" in result:
         break
-    k += 1
+    k += int(every)
 print(json.dumps(outcomes))
 """
 
@@ -120,7 +123,7 @@ print(json.dumps(outcomes))
 def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, durability: str, mode: str
 ) -> None:
-    command = [sys.executable, "-c", SWEEP, str(tmp_path), durability, mode]
+    command = [sys.executable, "-c", SWEEP, str(tmp_path), durability, mode, "1" if is_night() else "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)

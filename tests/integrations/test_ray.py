@@ -79,17 +79,18 @@ class Used(NamedTuple):
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
-    """Return a cluster of which one of two workers was killed, and Ray started both again.
+    """Return a cluster of which a worker was killed, and Ray started it again.
 
-    Its processes then imported once, a second time, and too many of them.
+    Two processes then imported, one did so a second time, and too many of them.
     """
     folder = tmp_path_factory.mktemp("ray")
     save_file(weights(), folder / "model.safetensors")
     imports = f"import {folder}/model.safetensors {folder}/own"
     output = run_all(
         folder,
-        f"--steps {STEPS} --workers 2 --die-at {moment(0)}",
-        *[f"{imports} --ray 2"] * 2,
+        f"--steps {STEPS} --workers 1 --die-at {moment(0)}",
+        f"{imports} --ray 2",
+        f"{imports} --ray 1",
         f"{imports}-more --ray 9",
     )
     return Used(folder, output)
@@ -97,13 +98,21 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
 
 @with_ray
 @pytest.mark.timeout(1000)
-def test_workers_that_ray_starts_again_resume_bit_for_bit_from_the_newest_step(used: Used) -> None:
+def test_a_worker_that_ray_starts_again_resumes_bit_for_bit_from_the_newest_step(used: Used) -> None:
     assert_complete(used.folder, used.output.lines[0])
 
 
 @with_ray
 @pytest.mark.timeout(1000)
 @at_night("the test above has a killed worker and a resume by day")
+def test_two_workers_that_ray_starts_again_resume_bit_for_bit_from_the_newest_step(tmp_path: Path) -> None:
+    run = run_all(tmp_path, f"--steps {STEPS} --workers 2 --die-at {moment(0)}")
+    assert_complete(tmp_path, run.lines[0])
+
+
+@with_ray
+@pytest.mark.timeout(1000)
+@at_night("the tests above have a killed worker and a resume by day")
 @pytest.mark.parametrize("seed", range(3))
 def test_one_worker_goes_on_after_two_of_which_one_was_killed(tmp_path: Path, seed: int) -> None:
     died = f"--steps {STEPS} --workers 2 --restarts 0 --die-at {moment(seed)}"

@@ -29,6 +29,7 @@ from tests.integrations.hf_runs import (
 )
 from tests.integrations.random_death import death
 from tests.optional import needs
+from tests.running.examples import at_night
 
 pytestmark = [needs("transformers", "transformers"), needs("accelerate", "accelerate")]
 EXAMPLE = Path(__file__).parents[2] / "examples/trainers/hf_trainer.py"
@@ -356,6 +357,7 @@ def example(folder: str, seed: int | None) -> bool:
     return True
 
 
+@at_night("runs of two ranks die by day, and docs/howto/transformers.md has the calls of the example")
 def test_the_example_goes_on_after_a_death(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -19,13 +19,13 @@ WAYS = ("full", "lenient", "renamed")
 OPTIONS = reknit.SaveOptions(durability="process", threads=2, timeout_s=60)
 
 
-def save_all(root: str, world: int) -> None:
-    """Train and save all layouts of so many ranks."""
+def save_all(root: str, world: int, chosen: dict[str, list[str]]) -> None:
+    """Train and save all chosen layouts of so many ranks."""
     from tests.megatron import gpt, truth
 
     for family, layouts in FAMILIES.items():
         for name, layout in layouts.items():
-            if layout.world != world:
+            if layout.world != world or name not in chosen[family]:
                 continue
             trained = gpt.build(layout)
             _change_options(trained)
@@ -56,7 +56,7 @@ def load_all(
     differing = {}
     for family, layouts in FAMILIES.items():
         for name, layout in layouts.items():
-            if layout.world != world:
+            if layout.world != world or (family, name) not in sources:
                 continue
             trained = gpt.build(layout, steps=0, seed=1)
             for number, source in enumerate(sources[family, name]):

@@ -83,3 +83,11 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "ep2-plain": Layout(2, experts=4, ep=2, layers=2, distributed=False),
     },
 }
+
+AT_NIGHT = {
+    "dense": ("tp4", "cp2", "instances2"),
+    "bf16": ("dp2", "pp2-float16-optimizer"),
+    "mixed": ("one",),
+    "moe": ("ep2",),
+}
+"""Layouts that the matrix leaves out by day, since others are like them."""

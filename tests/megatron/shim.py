@@ -7,7 +7,9 @@ decides about the place and the values of a tensor remains Megatron's own.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,14 +145,22 @@ def _put_cuda_tensors_on_the_cpu() -> None:
     collectives.all_to_all_single = exchange
 
 
+@cache
+def _results_of_writers() -> Any:
+    """Return a queue of a forked process: Megatron starts one, which takes seconds to import torch."""
+    return multiprocessing.get_context("fork").Manager().Queue()
+
+
 def _adapt_megatron() -> None:
     import megatron.core.optimizer as optimizers
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
-    modules: Any = (optimizers, distrib_optimizer, random, moe_utils)
-    optimizers, distrib_optimizer, random, moe_utils = modules
+    modules: Any = (optimizers, filesystem_async, distrib_optimizer, random, moe_utils)
+    optimizers, filesystem_async, distrib_optimizer, random, moe_utils = modules
+    filesystem_async._get_write_results_queue = _results_of_writers
     # The paths of production, which a plain torch optimizer does not take.
     optimizers.Adam = distrib_optimizer.Adam = FusedAdam
     optimizers.USING_PYTORCH_OPTIMIZER = False

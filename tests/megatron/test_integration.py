@@ -20,6 +20,7 @@ from reknit.integrations.megatron import script as megatron
 from tests import ranks
 from tests.megatron.layouts import Layout
 from tests.optional import needs
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -244,6 +245,7 @@ def saved_by_itself(folder: str) -> None:
     dist_checkpointing.save({"w": sharded, "iteration": 3}, folder)
 
 
+@at_night("test_torch_dist.py opens folders of whole models by day")
 def test_what_megatron_saved_is_opened_in_place(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "iter_0000003"
     run(1, saved_by_itself, str(folder))

@@ -31,6 +31,7 @@ from reknit.monitor.dash import app
 from tests.faults.nursery import wait_until
 from tests.monitor.records import of_rank as record
 from tests.page_checks import bad_contrasts, sticking_out
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -315,6 +316,7 @@ def looks_wrong(tab: Any) -> list[str]:
     return sticking_out(tab) + bad_contrasts(tab)
 
 
+@at_night("the next test has a page that goes on to a save")
 def test_a_browser_goes_on_to_the_newest_save_and_stays_at_a_chosen_one(
     folder: Path, dash: Dash, browser: Any
 ) -> None:
@@ -373,6 +375,7 @@ def test_a_page_without_events_says_so_and_shows_the_first_save(tmp_path: Path, 
         dash.end()
 
 
+@at_night("test_pages_in_browser.py looks at the same pictures")
 def test_each_axis_has_room_for_its_longest_label(folder: Path, dash: Dash, browser: Any) -> None:
     tab = browser.new_page()
     tab.set_default_timeout(1000 * LIMIT_S)

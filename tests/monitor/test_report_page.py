@@ -107,7 +107,7 @@ def test_bars_that_touch_are_one_and_bars_apart_are_two() -> None:
 
 
 def test_very_many_bars_of_a_rank_are_joined_and_none_is_lost() -> None:
-    events = [record("write", rank, 0.01 * n, 0.005) for rank in range(130) for n in range(1_000)]
+    events = [record("write", rank, 0.01 * n, 0.005) for rank in range(130) for n in range(930)]
     bars = detail(figures_of(recorded(*events)))["bars"]
     assert len(column(bars["rank"], "<u2")) <= 120_000
     assert bars["left_out"] == 0

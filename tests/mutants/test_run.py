@@ -124,8 +124,8 @@ def sleeps(process: psutil.Process) -> bool:
 
 
 def test_a_mutant_that_hangs_is_killed_with_all_that_its_tests_have_started(root: Path) -> None:
-    (result,) = judged(root, mutant("[0:]", "[1:]", tests="tests/test_orphan.py"), limit_s=10.0)
-    assert (result.verdict, result.by) == ("killed", "the limit of 10 s")
+    (result,) = judged(root, mutant("[0:]", "[1:]", tests="tests/test_orphan.py"), limit_s=6.0)
+    assert (result.verdict, result.by) == ("killed", "the limit of 6 s")
     assert not any(sleeps(process) for process in psutil.process_iter())
 
 

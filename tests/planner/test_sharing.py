@@ -382,8 +382,7 @@ def test_a_few_shared_bytes_are_not_worth_the_setup() -> None:
 
 
 @table(
-    ("num_cells", "hosts"),
-    [(125_000, [0, 0, 0, 0, 1, 1, 1, 1]), (2_000, [rank // 8 for rank in range(1000)])],
+    ("num_cells", "hosts"), [(40_000, [0, 0, 0, 0, 1, 1, 1, 1]), (2_000, [rank // 8 for rank in range(1000)])]
 )
 def test_many_fetches_and_many_ranks_are_divided_evenly(num_cells: int, hosts: list[int]) -> None:
     reads = [whole(num_cells, 8 * MIB)] * len(hosts)

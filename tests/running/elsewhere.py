@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tests.accelerator import Accelerator
 
+_PROFILE = "--hypothesis-profile"
 _TIMEOUT_S = 250.0
 _FIRST_TIMEOUT_S = 900
 """The timeout of a test, since the first one may build the device while other tests use the cores."""
@@ -104,7 +105,10 @@ def _run(items: list[pytest.Item], warm: str) -> None:
     config = items[0].config
     with tempfile.TemporaryDirectory(prefix="reknit-elsewhere-") as folder:
         names = [item.nodeid for item in items]
-        call = (in_fork, names, config.option.plugins, folder, str(config.rootpath))
+        options = [option for plugin in config.option.plugins for option in ("-p", plugin)]
+        if profile := config.getoption(_PROFILE, None):
+            options.append(f"{_PROFILE}={profile}")
+        call = (in_fork, names, options, folder, str(config.rootpath))
         answer = run(1, *call, warm=warm, timeout=_TIMEOUT_S, some_die=True, joined=False)[0]
         written = Path(folder, "reports").read_bytes() if Path(folder, "reports").exists() else b""
         output = Path(folder, "output").read_text(errors="replace")[-4000:]
@@ -163,7 +167,7 @@ class Recorder:
         self._write("report", hook.pytest_report_to_serializable(config=self._config, report=report))
 
 
-def in_fork(names: list[str], plugins: list[str], folder: str, root: str) -> int:
+def in_fork(names: list[str], more: list[str], folder: str, root: str) -> int:
     """Run tests in this process; their output goes to a file."""
     os.chdir(root)
     output = os.open(os.path.join(folder, "output"), os.O_WRONLY | os.O_CREAT)
@@ -178,5 +182,4 @@ def in_fork(names: list[str], plugins: list[str], folder: str, root: str) -> int
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
     ]
-    options += [option for plugin in plugins for option in ("-p", plugin)]
-    return int(pytest.main([*names, *options], plugins=[Recorder(folder)]))
+    return int(pytest.main([*names, *options, *more], plugins=[Recorder(folder)]))

@@ -16,6 +16,7 @@ from reknit.api import checks, ranks
 from reknit.engine.background import link
 from reknit.testing.world import run_ranks
 from tests.faults.nursery import agents_of, send, wait_until
+from tests.running.examples import is_night
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class Closes:
         self.both.wait(LIMIT_S)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *[1] * is_night()])
 def test_agents_that_were_closed_during_a_resume_start_once_for_the_first_save(
     tmp_path: Path, size: int
 ) -> None:

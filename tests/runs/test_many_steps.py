@@ -18,7 +18,7 @@ from tests.storage.fault_proxy import FaultProxy, before
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STEPS = 1500
+STEPS = 1100
 
 
 @pytest.fixture

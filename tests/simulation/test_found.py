@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from tests.running.examples import is_night
 from tests.simulation.simulator import Interrupt, Restart, Save, Weather, simulate
 
 
 def test_ctrl_c_on_rank_0_after_the_commit_does_not_tell_the_others_that_the_save_failed() -> None:
-    for step in range(30, 130):
+    for step in range(30, 130, 1 if is_night() else 3):
         faults = (Interrupt(rank=0, step=step),)
         simulate(7, ranks=3, fan_out=1, saves=2, faults=faults, timeout_s=5.0, recover=False)
 

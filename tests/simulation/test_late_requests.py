@@ -45,6 +45,7 @@ from reknit.storage.wrappers.forwarding import innermost
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from tests.running.examples import is_night
 from tests.simulation.late_stores import BlindBucket, Killed, LateBucket, LateFolder, RepeatedBucket
+from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -193,6 +194,21 @@ ONLY_FILES = "cool", "save copy, promote"
 """The copy that is replaced has the only files by then."""
 
 
+_PREPARED: dict[tuple[str, str], tuple[dict[str, memoryview], dict[str, float | None]]] = {}
+
+
+def prepared(kind: str, action: str) -> tuple[Place, dict[str, float | None]]:
+    """Return a place where an action can begin, and the values of its checkpoints."""
+    place, tree = Place(kind), ProcessMemory.trees["all"]
+    if (kind, action) not in _PREPARED:
+        BEFORE[action](place)
+        before = {path: place.value(path) for path in (place.hot, place.cold)}
+        _PREPARED[kind, action] = dict(tree.files), before
+    files, before = _PREPARED[kind, action]
+    tree.files.update(files)
+    return place, before
+
+
 def attempt(work: Callable[[Place], object], place: Place) -> BaseException | None:
     try:
         work(place)
@@ -203,8 +219,7 @@ def attempt(work: Callable[[Place], object], place: Place) -> BaseException | No
 
 def requests_of(kind: str, action: str) -> list[int]:
     """Return the numbers of the requests of an action: all at night, else the deciding ones."""
-    place = Place(kind)
-    BEFORE[action](place)
+    place, _ = prepared(kind, action)
     place.calls.end()
     ACTIONS[action](place)
     return [number for number, label in enumerate(place.calls.sent, 1) if is_night() or DECIDING.match(label)]
@@ -228,9 +243,7 @@ def situations(kind: str, action: str) -> Iterator[tuple[int, int, str, bool]]:
 
 def happens(kind: str, action: str, number: int, silence: int, then: str, at_once: bool) -> None:
     """Let it happen, and judge it."""
-    place = Place(kind)
-    BEFORE[action](place)
-    before = {path: place.value(path) for path in (place.hot, place.cold)}
+    place, before = prepared(kind, action)
     place.calls.expect(number, silence or 1, dies=silence == 0)
     error = attempt(ACTIONS[action], place)
     place.calls.end()

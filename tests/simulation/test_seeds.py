@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.running.examples import is_night
 from tests.simulation.simulator import simulate
 from tests.simulation.worlds import world
 
-PART = 50
+PART = 25
+NUM_SEEDS = 250 if is_night() else 75
 
 
-@pytest.mark.parametrize("first", range(0, 250, PART))
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, PART))
 def test_nothing_that_must_never_happen_happens_in_the_worlds_of_these_seeds(first: int) -> None:
     for seed in range(first, first + PART):
         simulate(seed, **world(seed), recover=seed % 2 == 0)

@@ -48,13 +48,25 @@ class OneRowOfAKind(StorageSuite):
 
 
 class OnSlowServer(OneRowOfAKind):
-    """By day without the races that take seconds on a server; those of commits and of new files stay."""
+    """By day without races that take seconds on a server; those of first commits and new files stay."""
 
     if not is_night():
         test_a_file_deleted_under_its_readers_is_whole_or_missing = None  # type: ignore[assignment]
         test_creating_in_a_folder_while_others_empty_it = None  # type: ignore[assignment]
         test_many_threads_read_many_files = None  # type: ignore[assignment]
         test_readers_see_the_old_content_or_the_new = None  # type: ignore[assignment]
+
+        @pytest.mark.parametrize("if_absent", [True])
+        def test_of_many_commits_at_once_one_content_stays_whole(
+            self, storage: Storage, if_absent: bool
+        ) -> None:
+            super().test_of_many_commits_at_once_one_content_stays_whole(storage, if_absent)
+
+        @pytest.mark.parametrize("if_absent", [True])
+        def test_whoever_deletes_the_marker_is_too_late_or_prevents_the_commit(
+            self, storage: Storage, if_absent: bool
+        ) -> None:
+            super().test_whoever_deletes_the_marker_is_too_late_or_prevents_the_commit(storage, if_absent)
 
 
 class TestLocalWithPowerDurability(LocalSuite):

@@ -101,8 +101,9 @@ def test_an_overwrite_that_meets_a_fault_leaves_the_old_or_the_new(proxy: FaultP
     url, value = new_url("s3"), 0
     reknit.save(url, state(0))
     total = requests_of(proxy, lambda: reknit.save(url + QUICK, state(0), overwrite=True))
-    for at in range(0, total, 2):
-        proxy.spoil(at, FAULTS[at // 2 % len(FAULTS)])
+    every = 2 if is_night() else 5
+    for at in range(0, total, every):
+        proxy.spoil(at, FAULTS[at // every % len(FAULTS)])
         try:
             reknit.save(url + QUICK, state(at + 1), overwrite=True)
             allowed = {at + 1}

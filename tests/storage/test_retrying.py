@@ -19,6 +19,7 @@ from reknit.storage.registry import open_storage, recipe, register
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy, with_retries
 from reknit.testing.faulty_storage import Fault, FaultyStorage
 from reknit.testing.storage_suite import listed, pattern, read, write
+from tests.running.examples import is_night
 from tests.servers import new_url
 from tests.storage.fault_proxy import FaultProxy, before
 from tests.storage.process_memory import ProcessMemory
@@ -229,7 +230,7 @@ def proxy() -> Iterator[FaultProxy]:
         yield proxy
 
 
-@pytest.mark.parametrize("after_puts", [0, 4])
+@pytest.mark.parametrize("after_puts", [4, *[0] * is_night()])
 def test_a_save_and_a_load_pass_through_a_server_that_is_away_for_a_while(
     after_puts: int, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
 ) -> None:

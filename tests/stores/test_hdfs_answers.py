@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -15,12 +17,13 @@ from reknit.storage.wrappers.forwarding import innermost
 from reknit.storage.wrappers.retrying import RetryingStorage, RetryPolicy
 from reknit.stores.hdfs.store import open_hdfs
 from reknit.testing.storage_suite import listed, pattern, read, write
+from tests.running.budget import use_server
 from tests.running.examples import thinned
 from tests.servers import server
 from tests.stores.rpc_proxy import FAULTS, RpcProxy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from hdfs_native import FileStatus
 
@@ -28,15 +31,28 @@ if TYPE_CHECKING:
     from reknit.stores.hdfs.client import HdfsClient
     from tests.stores.rpc_proxy import Fault
 
+T = TypeVar("T")
 LARGE = pattern(2 * MIB + 1)
 POLICY = RetryPolicy(deadline_s=60, first_s=0.01, longest_s=0.5)
 
 
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[RpcProxy]:
+@contextmanager
+def new_proxy() -> Iterator[RpcProxy]:
     host, port = server("hdfs")["endpoint"].removeprefix("hdfs://").split(":")
     with RpcProxy(host, int(port)) as proxy:
         yield proxy
+
+
+def at_once(operations: Sequence[T], test: Callable[[RpcProxy, T], None]) -> None:
+    """Test operations at the same time, each through its own proxy: HDFS takes half a second for a file."""
+
+    def through_its_own(operation: T) -> None:
+        with new_proxy() as proxy:
+            test(proxy, operation)
+
+    use_server("hdfs")
+    with ThreadPoolExecutor(len(operations)) as pool:
+        list(pool.map(through_its_own, operations))
 
 
 def folder_with_a_file(proxy: RpcProxy) -> Storage:
@@ -47,8 +63,9 @@ def folder_with_a_file(proxy: RpcProxy) -> Storage:
 
 
 @pytest.fixture
-def storage(proxy: RpcProxy) -> Storage:
-    return folder_with_a_file(proxy)
+def storage() -> Iterator[Storage]:
+    with new_proxy() as proxy:
+        yield folder_with_a_file(proxy)
 
 
 def put_new(storage: Storage) -> None:
@@ -115,20 +132,24 @@ CALLS: list[tuple[Callable[[Storage], None], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize("fault", thinned(FAULTS, 2))
-def test_an_operation_whose_calls_meet_a_fault_is_done_once(proxy: RpcProxy, fault: Fault) -> None:
+def test_an_operation_whose_calls_meet_a_fault_is_done_once(fault: Fault) -> None:
     """The next call of each method meets it, also when the operation is repeated."""
-    for operation, methods in CALLS:
+
+    def test(proxy: RpcProxy, calls: tuple[Callable[[Storage], None], tuple[str, ...]]) -> None:
+        operation, methods = calls
         storage = folder_with_a_file(proxy)
         proxy.spoil(fault, *methods)
         operation(storage)
         assert not proxy.unspoilt, (operation, proxy.calls)
 
+    at_once(CALLS, test)
+
 
 RENAMING = (put_new, put_over, write_small, commit, commit_over)
 
 
-def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try(proxy: RpcProxy) -> None:
-    for operation in RENAMING:
+def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try() -> None:
+    def test(proxy: RpcProxy, operation: Callable[[Storage], None]) -> None:
         storage = folder_with_a_file(proxy)
         proxy.spoil("lost", "rename2")
         operation(innermost(storage))
@@ -136,15 +157,18 @@ def test_a_rename_whose_answer_was_lost_is_recognised_without_another_try(proxy:
         if operation not in (commit, commit_over):
             assert "rename2" not in proxy.calls, operation
 
+    at_once(RENAMING, test)
+
 
 def test_a_look_for_a_renamed_file_does_not_stay_on_a_connection_that_has_ended(
-    proxy: RpcProxy, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for operation in RENAMING:
+    def test(proxy: RpcProxy, operation: Callable[[Storage], None]) -> None:
         inner = innermost(folder_with_a_file(proxy))
-        with monkeypatch.context() as patch:
-            end_with_the_answer_to_a_rename(inner.client, patch)  # type: ignore[attr-defined]
-            operation(inner)
+        end_with_the_answer_to_a_rename(inner.client, monkeypatch)  # type: ignore[attr-defined]
+        operation(inner)
+
+    at_once(RENAMING, test)
 
 
 def end_with_the_answer_to_a_rename(client: HdfsClient, patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,11 +26,11 @@ from reknit.stores.hdfs.requests import DataNode, RpcRequests
 from reknit.stores.hdfs.store import HdfsStorage, open_hdfs
 from reknit.stores.hdfs.upload import BlockPlacement
 from reknit.testing.storage_suite import listed, pattern, read
-from tests.running.examples import is_night, thinned
+from tests.running.examples import at_night
 from tests.stores.hdfs_probes import everything, place, write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.stores.hdfs_probes import Cluster
 
@@ -70,6 +71,12 @@ def nodes_of(storage: HdfsStorage, path: str) -> list[DataNode]:
     return rpc(storage).nodes_of(place(storage, path), storage.url)
 
 
+def at_once(write: Callable[[int], None], number: int) -> None:
+    """Write files at the same time, since HDFS often takes half a second for one."""
+    with ThreadPoolExecutor(number) as pool:
+        list(pool.map(write, range(number)))
+
+
 def avoid(storage: HdfsStorage) -> DataNode:
     """Make one DataNode of three avoided, which may still run, and return it."""
     storage.put("old", b"1", if_absent=True)
@@ -84,14 +91,19 @@ def test_files_of_all_kinds_go_past_a_node_that_is_avoided(
 ) -> None:
     storage = store(cluster, request, "replication=1")
     node = avoid(storage)
-    for number in range(6):
+
+    def put(number: int) -> None:
         assert storage.put(f"put {number}", b"small", if_absent=True)
         assert node not in nodes_of(storage, f"put {number}")
-    for number in range(6):
+
+    def commit(number: int) -> None:
         storage.put(f"marker {number}", b"", if_absent=True)
         assert storage.commit(f"commit {number}", b"small", pending=f"marker {number}", if_absent=True)
         assert node not in nodes_of(storage, f"commit {number}")
         assert storage.get(f"commit {number}", limit=5) == b"small"
+
+    at_once(put, 6)
+    at_once(commit, 6)
     data = pattern(4 * MIB + 1)
     write(storage, "large", data)
     assert read(storage, "large", 0, len(data)) == data
@@ -125,10 +137,13 @@ def test_a_path_that_looks_like_what_the_namenode_says_does_not_mislead(
 ) -> None:
     storage = store(cluster, request, "replication=1")
     node = avoid(storage)
-    for number in range(6):
+
+    def put(number: int) -> None:
         name = f"{number} owned by me but is accessed by you/x"
         assert storage.put(name, b"small", if_absent=True)
         assert node not in nodes_of(storage, name)
+
+    at_once(put, 6)
 
 
 def test_where_no_other_nodes_are_left_those_have_to_do(
@@ -154,7 +169,7 @@ def test_where_no_other_nodes_are_left_those_have_to_do(
     assert read(storage, "x", 0, len(data)) == data
 
 
-@pytest.mark.skipif(not is_night(), reason="at night: it waits for eight seconds")
+@at_night("a node that hangs up on nonsense is there")
 def test_nodes_that_answer_are_not_avoided_whatever_failed(
     cluster: Cluster, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +249,8 @@ def test_a_node_that_takes_a_connection_and_says_nothing_is_not_there(
         assert not hdfs_placing.answers(DataNode("key", listener.getsockname(), b""))
 
 
-@pytest.mark.parametrize("replication", thinned([1, 2], 2))
+@at_night("test_hdfs_faults.py has a silent DataNode, and the next test one that is gone")
+@pytest.mark.parametrize("replication", [1, 2])
 def test_what_fails_on_a_silent_node_is_written_elsewhere_at_the_second_try(
     cluster: Cluster,
     request: pytest.FixtureRequest,

@@ -14,6 +14,7 @@ from reknit.storage.wrappers.forwarding import ForwardingStorage
 from reknit.testing import certified
 from reknit.testing.certify import certify, table
 from tests.cli.command import Command
+from tests.running.examples import at_night
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def open_overwriting(url: str, durability: Durability) -> Storage:
     return storage.sub(below) if below else storage
 
 
+@at_night("the next test certifies a store that breaks two promises")
 def test_a_store_that_holds_all_is_left_as_it_was(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

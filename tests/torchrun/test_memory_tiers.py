@@ -16,6 +16,7 @@ import reknit
 from reknit import Checkpointer, Tier
 from reknit.policies import latest
 from tests.ranks import run
+from tests.running.examples import is_night
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +64,7 @@ def load(root: str) -> list[str]:
     return list(report.restored)
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [False, *[True] * is_night()])
 def test_each_host_keeps_its_own_files_and_the_lasting_place_has_all(tmp_path: Path, wait: bool) -> None:
     run(4, save_twice, str(tmp_path), wait)
     lasting = {path.name for path in (tmp_path / "lasting").rglob("*") if path.is_file()}

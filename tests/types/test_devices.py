@@ -59,17 +59,15 @@ def test_a_torch_that_raises_where_it_has_no_accelerator_saves_and_loads(
 @every_device
 def test_a_stream_and_its_device_are_current_within_the_block_only(device_type: str) -> None:
     module = torch.get_device_module(device_type)
-    before = module.current_device(), [devices.current_stream(torch.device(device_type, n)) for n in range(2)]
-    device = torch.device(device_type, 1)
+    places = [torch.device(device_type, index) for index in range(module.device_count())]
+    before = module.current_device(), [devices.current_stream(place) for place in places]
+    device = places[-1]  # the only one of a machine with one device
     side = devices.side_stream(device)
     with devices.on_stream(side):
-        assert module.current_device() == 1
+        assert module.current_device() == device.index
         assert devices.current_stream(device) == side
-    assert side != before[1][1]
-    assert before == (
-        module.current_device(),
-        [devices.current_stream(torch.device(device_type, n)) for n in range(2)],
-    )
+    assert side != before[1][-1]
+    assert before == (module.current_device(), [devices.current_stream(place) for place in places])
     assert devices.side_stream(device) == side
     assert not devices.is_captured()
 

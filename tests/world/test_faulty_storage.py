@@ -27,7 +27,7 @@ from reknit.testing.world import run_ranks
 from reknit.types.box import Box
 from reknit.types.shard import Blob, Holdings, Shard, TensorSpec
 from reknit.types.wanted import Wanted
-from tests.running.examples import some, thinned
+from tests.running.examples import is_night, some, thinned
 from tests.storage.process_memory import ProcessMemory
 from tests.world.jobs import load_rank, save_rank
 
@@ -120,8 +120,9 @@ def value_in(storage: Storage) -> int | None:
 
 
 def sweep(kind: str, rank: int, healthy: Any) -> Iterator[tuple[Storage, list[Storage], FaultyStorage]]:
-    """Yield a store, the ranks' views of it, and the one that fails at its k-th operation, for k = 1, 2, ...
+    """Yield a store, the ranks' views of it, and the one that fails at its k-th operation.
 
+    At night k is each number, by day each second one.
     The caller runs its action; the sweep ends after the first in which nothing failed.
     """
     k = 1
@@ -134,7 +135,7 @@ def sweep(kind: str, rank: int, healthy: Any) -> Iterator[tuple[Storage, list[St
         if not failing.fired:
             assert k > 4, "the sweep reached the operations of a rank"
             return
-        k += 1
+        k += 1 if is_night() else 2
 
 
 def agreed(outcomes: list[Outcome], kind: str) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from reknit.comm import group as comm
-from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown, typed, typed_shortage
+from reknit.errors import ReknitError, UsageError, did_you_mean, readable, shown, typed, typed_known
 from reknit.keywords import is_text, unpacked
 from reknit.locations import is_location
 from reknit.options.fields import check_scope
@@ -252,8 +252,8 @@ iteration over all of them must not see new ones."""
 
 @contextmanager
 def entering(call: str) -> Iterator[None]:
-    """Run a call of a user: the only one of its thread, without collections, with typed shortages."""
-    with entered(call), typed_shortage(), without_collections():
+    """Run a call of a user: the only one of its thread, without collections, with typed errors."""
+    with entered(call), typed_known(), without_collections():
         if is_captured():
             raise UsageError(
                 f"{call} was called while a graph is captured, of which its copies would become a part",

@@ -8,8 +8,7 @@ import platform
 import sys
 import weakref
 from contextlib import closing
-from functools import cache, partial
-from importlib import metadata as distributions
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -112,18 +111,10 @@ def read_call(
 
 def _origin_of(group: Group) -> dict[str, Any]:
     """Return the entry of the manifest about the job that wrote it; information only."""
-    names = [name for name in ("reknit", "numpy", "torch", "jax") if name == "reknit" or name in sys.modules]
-    versions = {name: version for name in names if (version := _version_of(name)) is not None}
+    names = ("reknit", "numpy", "torch", "jax")
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    versions = {name: str(version) for name, version in found.items() if version is not None}
     return {"world_size": group.size, "python": platform.python_version(), "versions": versions}
-
-
-@cache
-def _version_of(name: str) -> str | None:
-    """Return the version of a package, or None if it runs from a source tree; it is parsed from a file."""
-    try:
-        return distributions.version(name)
-    except distributions.PackageNotFoundError:
-        return None
 
 
 _earlier: weakref.WeakKeyDictionary[Group, EarlierSaves] = weakref.WeakKeyDictionary()

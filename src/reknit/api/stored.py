@@ -26,7 +26,7 @@ from reknit.engine.stored.promote import Promotion, promote_alone
 from reknit.engine.stored.renaming import split_transforms
 from reknit.engine.stored.steps import newest, steps_below
 from reknit.engine.stored.verify import verify as verify_story
-from reknit.errors import UsageError, shown, typed_shortage
+from reknit.errors import UsageError, shown, typed_known
 from reknit.events.phase import Recorder
 from reknit.events.to_file import outlets_for
 from reknit.frameworks import fresh_arrays
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Checkpoint:
     """Open a checkpoint to inspect it and to read any part of any tensor, without other ranks.
 
@@ -65,7 +65,7 @@ def open(path: str | PathLike[str], *, options: LoadOptions | None = None) -> Ch
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def verify(
     path: str | PathLike[str],
     level: Literal["metadata", "data"] = "metadata",
@@ -89,7 +89,7 @@ def verify(
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def latest(
     root: str | PathLike[str], *, pending: Literal["tell", "wait", "fence"] = "tell", timeout_s: float = 300.0
 ) -> str | None:
@@ -118,7 +118,7 @@ def latest(
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def steps(root: str | PathLike[str]) -> list[SavedStep]:
     """Return the committed checkpoints directly below `root`, by step, with time, size, items and metrics.
 
@@ -132,7 +132,7 @@ def steps(root: str | PathLike[str]) -> list[SavedStep]:
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def delete(path: str | PathLike[str], *, items: Sequence[str] | None = None, dry_run: bool = False) -> int:
     """Remove the checkpoint at `path`, or only some of its `items`, and return the bytes that this freed.
 
@@ -154,7 +154,7 @@ def delete(path: str | PathLike[str], *, items: Sequence[str] | None = None, dry
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def pin(path: str | PathLike[str], reason: str = "") -> None:
     """Keep the checkpoint at `path` from being removed, by a run's `keep` and by `reknit.delete`.
 
@@ -167,7 +167,7 @@ def pin(path: str | PathLike[str], reason: str = "") -> None:
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def unpin(path: str | PathLike[str]) -> bool:
     """Allow the removal of the checkpoint at `path` again, and return whether it was pinned.
 
@@ -178,7 +178,7 @@ def unpin(path: str | PathLike[str]) -> bool:
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def note(path: str | PathLike[str], metrics: Mapping[str, float], *, write_id: str | None = None) -> None:
     """Add metrics to the committed checkpoint at `path`, such as the score of an evaluation.
 
@@ -195,7 +195,7 @@ def note(path: str | PathLike[str], metrics: Mapping[str, float], *, write_id: s
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def promote(
     path: str | PathLike[str],
     to: str | PathLike[str],
@@ -226,7 +226,7 @@ def promote(
 
 
 @checked_call
-@typed_shortage()
+@typed_known()
 def cool(path: str | PathLike[str], to: str | PathLike[str], *, bytes_per_s: float | None = None) -> int:
     """Move the files of the committed checkpoint at `path` to `to`, and return the bytes freed at `path`.
 

@@ -11,8 +11,7 @@ from reknit.engine.stored.hints import absent
 from reknit.errors import UsageError
 from reknit.plugins.events import amount
 from reknit.plugins.store import open_storage
-from reknit.plugins.trainer import manifest_in, numbered
-from reknit.policies.save_policies import RunCosts
+from reknit.plugins.trainer import RunCosts, manifest_in, numbered
 
 if TYPE_CHECKING:
     import argparse

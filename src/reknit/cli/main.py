@@ -25,7 +25,7 @@ from reknit.errors import (
     UsageError,
     did_you_mean,
     printable,
-    typed_shortage,
+    typed_known,
 )
 from reknit.format.checksum import FORMAT_VERSION, OLDEST_READABLE
 
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (default: of the process) and return its exit code."""
     _open_streams()
     try:
-        with typed_shortage(), _each_warning_once():
+        with typed_known(), _each_warning_once():
             code = _run(argv)
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output closed the pipe

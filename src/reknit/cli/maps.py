@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit.cli.output import time_text
-from reknit.engine.loading.read import granularity
 from reknit.errors import UsageError, shown
 from reknit.format.paths import parse_path
 from reknit.monitor.page import page_file, with_data
-from reknit.options import LoadOptions
-from reknit.planner.load import plan_load
 from reknit.plugins.events import amount, spelled
-from reknit.plugins.format import Box, full_name
+from reknit.plugins.format import Box, full_name, plan_reads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,12 +44,10 @@ class RankReads(NamedTuple):
 def layout_reads(checkpoint: OpenCheckpoint, layout: TargetLayout) -> list[RankReads]:
     """Return the reads of the ranks of a layout, each alone: a real load shares bytes of several ranks."""
     index = checkpoint.index
-    file_nbytes = [checkpoint.files[path].nbytes for path in index.files]
-    cut = granularity(LoadOptions(), checkpoint.manifest.block_nbytes)
     found = []
     for rank in planned_ranks(layout, len(index.tensor)):
         wanted = boxes(index, layout, rank)
-        plan = plan_load(index, wanted, file_nbytes, cut)
+        plan = plan_reads(checkpoint, wanted)
         by_file = np.zeros(len(index.files), np.int64)
         np.add.at(by_file, plan.read_file, plan.read_nbytes)
         nbytes = sum(box.numel * index.tensors[number].spec.itemsize for number, box in wanted)

@@ -12,8 +12,6 @@ from reknit.errors import UsageError, shown
 from reknit.plugins.events import amount
 from reknit.plugins.store import open_storage
 from reknit.plugins.trainer import numbered
-from reknit.policies.keep_policies import named_items, named_metrics, require_items, require_metrics
-from reknit.runs.arguments import items_of
 from reknit.runs.retention import Retention
 
 if TYPE_CHECKING:
@@ -58,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if not numbered(storage):
             raise absent(storage, "there are no steps in")
         retention = Retention(storage, keep)
-        require_items(named_items([keep]), items_of(retention.steps()))
-        require_metrics(named_metrics([keep]), retention.steps())
+        retention.check()
         if args.dry_run:
             gone, aged = retention.surplus(), retention.aged()
         else:

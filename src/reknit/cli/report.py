@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reknit.cli.output import amount_of, print_table, printable, whole, write_text
 from reknit.errors import UsageError
 from reknit.monitor.summary import CostTable, measured_saves
-from reknit.policies.save_policies import RunCosts
+from reknit.plugins.trainer import RunCosts
 
 if TYPE_CHECKING:
     import argparse

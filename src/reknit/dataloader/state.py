@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import FormatError, StateError
-from reknit.frameworks.neutral import is_renewable, record_of
 from reknit.plugins.framework import (
     Adapter,
     LoaderShard,
@@ -23,7 +22,9 @@ from reknit.plugins.framework import (
     Unfilled,
     completed,
     from_neutral,
+    is_renewable,
     rebuild,
+    record_of,
     to_neutral,
     tree,
 )

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from msgspec import Struct
 
-from reknit.errors import DeadlineError, ReknitError, shortage, without_secrets
+from reknit.errors import DeadlineError, ReknitError, known, without_secrets
 from reknit.events.outlet import flush
 from reknit.events.records import HOST, MOVING, PhaseRecord, StorageRecord
 
@@ -108,14 +108,14 @@ class Recorder:
         try:
             yield running
         except BaseException as error:
-            known = error if isinstance(error, ReknitError) else shortage(error)
-            outcome = type(known or error).__name__
-            if known is not None:
-                known.sign(rank=self.rank, phase=name, path=path)
-                running.detail = remedy_of(known)
-            if known is None or known is error:
+            made = error if isinstance(error, ReknitError) else known(error)
+            outcome = type(made or error).__name__
+            if made is not None:
+                made.sign(rank=self.rank, phase=name, path=path)
+                running.detail = remedy_of(made)
+            if made is None or made is error:
                 raise
-            raise known from error
+            raise made from error
         finally:
             with self._lock:
                 self._doing.remove(name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit import plugins
-from reknit.errors import FormatError, MissingExtraError, StateError, shortage
+from reknit.errors import FormatError, MissingExtraError, StateError, known
 from reknit.frameworks import tree
 from reknit.types import devices
 from reknit.types.dtype import ITEMSIZE
@@ -209,7 +209,7 @@ def _live_leaf(path: tree.Path, leaf: Any, *, given: bool) -> Any:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # A damaged or hostile value can raise any of these; the error has to name the value.
         failure = FormatError(f"the saved value {tree.dotted(path)} is not a {leaf.tag}: {error}")
-        raise shortage(error) or failure from error
+        raise known(error) or failure from error
 
 
 def _no_member(value: Any, where: str) -> FormatError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit import plugins
-from reknit.errors import shortage, shown
+from reknit.errors import known, shown
 from reknit.types.dtype import INTEGERS, converts, numpy_dtype
 from reknit.types.shard import Tagged
 
@@ -101,8 +101,8 @@ def _same_plain(a: Any, b: Any) -> bool:
     try:
         return bool(a == b or (a != a and b != b))
     except Exception as error:  # a class may raise anything in a comparison: the values count as different
-        if short := shortage(error):
-            raise short from error
+        if made := known(error):
+            raise made from error
         return False
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reknit.errors import StateError, UsageError, shortage, shown
+from reknit.errors import StateError, UsageError, known, shown
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import from_neutral, placed_as, put_array, to_neutral
 from reknit.frameworks.numbers import element, from_element, is_number, like, misfit, read_as
@@ -173,8 +173,8 @@ class RngState(PerRank):
                 _of_torch().require_fitting(state, restored)
                 left = restored.left
         except Exception as error:
-            if short := shortage(error):
-                raise short from error
+            if made := known(error):
+                raise made from error
             return f"the saved value is not a state of random generators: {cause(error)}", ""
         return None, left
 

@@ -15,7 +15,8 @@ from reknit import Checkpointer
 from reknit.errors import CheckpointNotFoundError, MissingExtraError, UsageError
 from reknit.locations import location_text
 from reknit.plugins.framework import is_declared, is_dtensor, tree
-from reknit.plugins.trainer import Deadline, Kept, SoloGroup
+from reknit.plugins.store import Deadline
+from reknit.plugins.trainer import Kept
 from reknit.policies import latest
 
 try:
@@ -53,7 +54,7 @@ class ReknitTransport(CheckpointTransport[Any]):  # type: ignore[misc]
     ) -> None:
         self._load_options = load_options
         # Each process sends its own state, also if it belongs to a process group.
-        self._group = SoloGroup()
+        self._group = reknit.alone()
         self._root = f"{location_text(root).rstrip('/')}/{uuid4().hex}"
         self._checkpointer = Checkpointer(self._root, keep=_KEPT, options=options, group=self._group)
 

@@ -23,7 +23,6 @@ from reknit.events.records import Time as Time
 from reknit.events.to_file import JsonLines as JsonLines
 from reknit.events.to_file import absolute as absolute
 from reknit.events.to_file import file_of_process as file_of_process
-from reknit.locations import Sink as Sink
 from reknit.types.small import converted as converted
 from reknit.types.small import decoder as decoder
 from reknit.types.small import named as named

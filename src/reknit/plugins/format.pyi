@@ -2,14 +2,20 @@
 
 from reknit.api.checks import open_checkpoint as open_checkpoint
 from reknit.engine.loading.match import require_covered as require_covered
-from reknit.engine.reports import other_files as other_files
+from reknit.engine.loading.read import plan_reads as plan_reads
+from reknit.engine.loading.read import read_boxes as read_boxes
 from reknit.engine.reports import unchecked as unchecked
+from reknit.engine.stored.at_path import check_absent as check_absent
+from reknit.engine.stored.file_checks import check_sizes as check_sizes
+from reknit.engine.stored.foreign import ForeignCheckpoint as ForeignCheckpoint
+from reknit.engine.stored.foreign import in_memory as in_memory
+from reknit.engine.stored.foreign import write_anew as write_anew
 from reknit.engine.stored.opening import Contents as Contents
 from reknit.engine.stored.opening import OpenCheckpoint as OpenCheckpoint
 from reknit.engine.stored.opening import opened as opened
 from reknit.engine.stored.opening import read_opened as read_opened
 from reknit.engine.stored.opening import unknown_items as unknown_items
-from reknit.engine.stored.renaming import names_in as names_in
+from reknit.engine.stored.verify import read_header as read_header
 from reknit.events.phase import Recorder as Recorder
 from reknit.format.strict_json import count_values as count_values
 from reknit.format.strict_json import decode_member as decode_member
@@ -17,6 +23,7 @@ from reknit.format.strict_json import decode_strict as decode_strict
 from reknit.integrations.formats.entries import ForeignEntries as ForeignEntries
 from reknit.storage.base import HasFolderAbove as HasFolderAbove
 from reknit.storage.base import Storage as Storage
+from reknit.storage.local.folders import sync_folder as sync_folder
 from reknit.storage.local.os_errors import free_nbytes as free_nbytes
 from reknit.storage.local.os_errors import too_large as too_large
 from reknit.storage.local.os_errors import translated as translated
@@ -30,7 +37,6 @@ from reknit.types.box import flat_range_boxes as flat_range_boxes
 from reknit.types.box import padded as padded
 from reknit.types.dtype import ITEMSIZE as ITEMSIZE
 from reknit.types.dtype import numpy_dtype as numpy_dtype
-from reknit.types.manifest import BlobFile as BlobFile
 from reknit.types.manifest import Extent as Extent
 from reknit.types.manifest import FileEntry as FileEntry
 from reknit.types.manifest import Index as Index

@@ -8,7 +8,11 @@ from reknit.frameworks.custom import Held as Held
 from reknit.frameworks.custom import Value as Value
 from reknit.frameworks.custom import register_framework as register_framework
 from reknit.frameworks.custom import registered as registered
+from reknit.frameworks.fresh_arrays import live as live
+from reknit.frameworks.neutral import checked_bytes as checked_bytes
 from reknit.frameworks.neutral import from_neutral as from_neutral
+from reknit.frameworks.neutral import is_renewable as is_renewable
+from reknit.frameworks.neutral import record_of as record_of
 from reknit.frameworks.neutral import to_neutral as to_neutral
 from reknit.frameworks.numbers import same_value as same_value
 from reknit.frameworks.numbers import whole as whole
@@ -22,7 +26,10 @@ from reknit.frameworks.torch.dtensor import is_dtensor as is_dtensor
 from reknit.frameworks.torch.flat_part import FlatPart as FlatPart
 from reknit.frameworks.torch.flat_part import is_declared as is_declared
 from reknit.frameworks.torch.flat_part import storage_order as storage_order
+from reknit.frameworks.torch.members import without_wrappers as without_wrappers
 from reknit.frameworks.torch.optimizers import OptimizerAdapter as OptimizerAdapter
+from reknit.frameworks.torch.own_load import called as called
+from reknit.frameworks.torch.own_load import load_by_own_code as load_by_own_code
 from reknit.frameworks.torch.own_state import inner_kind as inner_kind
 from reknit.frameworks.torch.slots import MASTER as MASTER
 from reknit.frameworks.torch.slots import ParamSlot as ParamSlot
@@ -43,13 +50,10 @@ from reknit.frameworks.walk.walk import Replicas as Replicas
 from reknit.frameworks.walk.walk import View as View
 from reknit.frameworks.walk.walk import Walk as Walk
 from reknit.frameworks.walk.walk import World as World
-from reknit.plugins import Framework as Framework
 from reknit.types.box import Box as Box
 from reknit.types.devices import memory_of as memory_of
-from reknit.types.dtype import ITEMSIZE as ITEMSIZE
 from reknit.types.dtype import converts as converts
 from reknit.types.dtype import numpy_dtype as numpy_dtype
-from reknit.types.shard import GENERATOR as GENERATOR
 from reknit.types.shard import LoaderShard as LoaderShard
 from reknit.types.shard import Tagged as Tagged
 from reknit.types.shard import TensorSpec as TensorSpec

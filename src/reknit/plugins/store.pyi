@@ -2,7 +2,6 @@
 
 from reknit.events.phase import CLOCK as CLOCK
 from reknit.events.phase import Deadline as Deadline
-from reknit.events.phase import monotonic as monotonic
 from reknit.events.phase import now as now
 from reknit.storage.base import CommitsLate as CommitsLate
 from reknit.storage.base import CopiesFiles as CopiesFiles
@@ -24,7 +23,6 @@ from reknit.storage.base import missing as missing
 from reknit.storage.base import removed as removed
 from reknit.storage.base import shorter as shorter
 from reknit.storage.base import too_large as too_large
-from reknit.storage.local.memory import MemoryStorage as MemoryStorage
 from reknit.storage.local.memory import sweepable as sweepable
 from reknit.storage.local.store import LocalStorage as LocalStorage
 from reknit.storage.paths import check_path as check_path
@@ -42,7 +40,6 @@ from reknit.storage.registry import recipe as recipe
 from reknit.storage.registry import register as register
 from reknit.storage.wrappers.forwarding import KINDS as KINDS
 from reknit.storage.wrappers.forwarding import ForwardingStorage as ForwardingStorage
-from reknit.storage.wrappers.forwarding import ForwardingWriter as ForwardingWriter
 from reknit.storage.wrappers.forwarding import Half as Half
 from reknit.storage.wrappers.retrying import RetryingStorage as RetryingStorage
 from reknit.storage.wrappers.retrying import RetryPolicy as RetryPolicy

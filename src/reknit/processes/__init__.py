@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from reknit.environment import agent_environment
-from reknit.errors import typed_shortage
+from reknit.errors import typed_known
 from reknit.system import output_of_child
 
 
@@ -18,7 +18,7 @@ def start_child(
     It finds modules in the same places as this process, and its errors go to the errors of this process.
     Raises `ShortageError` where there may be no more processes, `OSError`.
     """
-    with typed_shortage():
+    with typed_known():
         return subprocess.Popen(
             [sys.executable, "-m", module, str(fd), *arguments],
             stdin=subprocess.DEVNULL,

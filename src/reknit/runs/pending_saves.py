@@ -13,6 +13,7 @@ from reknit.engine.stored.agents import at_work
 from reknit.engine.stored.at_path import manifest_in
 from reknit.engine.stored.commit import fence
 from reknit.engine.stored.marker import begun_in
+from reknit.engine.stored.run_record import Line
 from reknit.engine.stored.steps import numbered
 from reknit.errors import DeadlineError, FormatError, ReknitError
 from reknit.events.phase import Deadline, monotonic
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.engine.outcome import PendingSave
-    from reknit.engine.stored.run_record import Line
     from reknit.runs.cooling import Cooling
     from reknit.runs.retention import Retention
     from reknit.runs.tiers import OtherHosts
@@ -66,12 +66,13 @@ def wait_for_agents(root: Storage, timeout_s: float) -> None:
         logger.warning("agents are still writing below %s: processes %s", root.url, writing)
 
 
-def forbid_markers(root: Storage, line: Line, since: int | None = None) -> None:
+def forbid_markers(root: Storage, line: Line | None = None, since: int | None = None) -> None:
     """Delete the markers of saves newer than the newest step of a line, or from the step `since` on.
 
     A save cannot commit after that.  Markers of older steps stay, because a run does not resume from
-    these.  A run that did not resume begins with the step `since`.
+    these.  Without a line, all steps are on it.  A run that did not resume begins with the step `since`.
     """
+    line = line or Line()
     for number, name in numbered(root):
         folder = root.sub(name)
         if since is None and _is_on(line, number, folder):

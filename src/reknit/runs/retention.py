@@ -21,7 +21,8 @@ from reknit.errors import FormatError, ReknitError, StoragePermissionError, Usag
 from reknit.events.phase import Recorder, now
 from reknit.format.manifest_file import decode_record
 from reknit.options import LoadOptions
-from reknit.policies.keep_policies import named_metrics
+from reknit.policies.keep_policies import named_items, named_metrics, require_items, require_metrics
+from reknit.runs.arguments import items_of
 from reknit.storage.local.memory import sweepable
 from reknit.storage.registry import following, open_storage
 
@@ -73,6 +74,12 @@ class Retention:
         self._damaged: dict[str, int] = {}
         self._renewed: set[int] = set()
         self._to_sweep: set[str] = set()
+
+    def check(self) -> None:
+        """Raise `UsageError` for an item or a metric that the policy names, and no step has."""
+        steps = self.steps()
+        require_items(named_items([self._keep]), items_of(steps))
+        require_metrics(named_metrics([self._keep]), steps)
 
     def note_saved(self, number: int) -> None:
         """Forget a step: it was saved, and may replace another.  Any thread may call this."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from reknit.engine.memory.workers import Pace
-from reknit.plugins.store import KINDS, ForwardingStorage, monotonic
+from reknit.plugins.events import monotonic
+from reknit.plugins.store import KINDS, ForwardingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

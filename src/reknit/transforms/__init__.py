@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from reknit.errors import UsageError, shown
 from reknit.keywords import checked_call
 from reknit.transforms import cuts, rules
+from reknit.transforms.base import Names as Names
 from reknit.transforms.base import Pattern, Rule
-from reknit.transforms.names import Names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

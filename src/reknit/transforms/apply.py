@@ -20,6 +20,7 @@ from reknit.transforms.step import apply_rule
 from reknit.types.box import Box
 from reknit.types.dtype import converts
 from reknit.types.shard import Shard, TensorSpec, full_name
+from reknit.types.wanted import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from reknit.transforms.base import Interleaving, Piece, Rule, Shape
     from reknit.transforms.step import Name, SourcePart, Step
     from reknit.types.manifest import Catalog
-    from reknit.types.wanted import Wanted
 
 
 class _Found(NamedTuple):
@@ -114,6 +114,12 @@ class Transformed:
         for (item, fqn), value in values.items():
             blobs[item][fqn] = value
         return cls(replace(catalog, tensors=offered, blobs=blobs), steps, specs)
+
+    def sources_of(self, item: str, boxes: Sequence[tuple[str, Box, Any]]) -> Wanted:
+        """Return the parts of the checkpoint itself that fill arrays with boxes of the tensors of an item."""
+        made = self.catalog.tensors[item]
+        shards = tuple(Shard(item, name, made[name], box, None, array) for name, box, array in boxes)
+        return self.back(Wanted((item,), shards))
 
     def back(self, wanted: Wanted) -> Wanted:
         """Return the wanted parts in terms of the checkpoint itself."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from reknit.errors import ReknitError, shortage
+from reknit.errors import DEVICE_REMEDY, ReknitError, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -213,10 +213,7 @@ def is_under_way(event: Any, device: Any) -> bool:
 
 def failed(error: RuntimeError, device: Any) -> ReknitError:
     """Return a typed error for the error of torch when a copy from or to a device fails."""
-    return shortage(error) or ReknitError(
-        f"a copy from or to {device} failed: {error}",
-        remedy="an earlier kernel may be the cause; start a process whose device has failed again",
-    )
+    return shortage(error) or ReknitError(f"a copy from or to {device} failed: {error}", remedy=DEVICE_REMEDY)
 
 
 def is_captured() -> bool:

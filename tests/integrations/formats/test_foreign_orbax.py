@@ -10,6 +10,7 @@ import pytest
 
 import reknit
 from tests.optional import needs
+from tests.running.examples import at_night
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +56,7 @@ for name in ("OCDBT", "zarr"):
 
 
 @needs("orbax", "Orbax")
+@at_night("jax/test_orbax.py opens folders of Orbax, and damages them, by day")
 def test_what_orbax_saved_is_opened_in_place_and_garbage_is_refused(tmp_path: Path) -> None:
     # In a process of its own: no process that forks others may have threads of JAX or tensorstore.
     subprocess.run([sys.executable, "-c", SAVE_WITH_ORBAX, str(tmp_path)], check=True)

@@ -16,9 +16,10 @@ from safetensors.numpy import save_file
 import reknit
 from reknit.api.ranks import acting
 from reknit.cli.main import main
+from reknit.engine.stored import foreign
+from reknit.engine.stored.foreign import plan_copy
 from reknit.errors import FormatError
-from reknit.integrations.formats import import_
-from reknit.integrations.formats.import_ import import_checkpoint, plan_import
+from reknit.integrations.formats.import_ import import_checkpoint
 from reknit.integrations.formats.open import read_foreign
 from reknit.options import CommOptions
 from reknit.storage.registry import following, open_storage
@@ -91,8 +92,8 @@ def test_files_of_an_earlier_try_are_kept_if_they_equal_their_source(tmp_path: P
 IMPORT = """
 import functools, os, signal, sys
 from reknit.cli.main import main
-from reknit.integrations.formats import import_ as import_foreign
-import_foreign.plan_import = functools.partial(import_foreign.plan_import, most_nbytes=1 << 20)
+from reknit.engine.stored import foreign
+foreign.plan_copy = functools.partial(foreign.plan_copy, most_nbytes=1 << 20)
 sync, left = os.fsync, [12]
 
 def last(fd):
@@ -112,8 +113,8 @@ def test_a_killed_import_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pyt
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     assert any((tmp_path / "own").rglob("*.safetensors"))
     assert not (tmp_path / "own" / "manifest.json").exists()
-    small = functools.partial(plan_import, most_nbytes=1 << 20)
-    monkeypatch.setattr(import_, "plan_import", small)
+    small = functools.partial(plan_copy, most_nbytes=1 << 20)
+    monkeypatch.setattr(foreign, "plan_copy", small)
     report = import_checkpoint(tmp_path / "hf", tmp_path / "own")
     assert 0 < report.num_kept < report.num_files
     check(tmp_path / "own", arrays)
@@ -135,7 +136,7 @@ def test_ranks_divide_the_files_by_their_bytes(tmp_path: Path) -> None:
     saved(tmp_path / "hf", num=8)
     found = read_foreign(following(open_storage(tmp_path / "hf")))
     assert found is not None
-    plan = plan_import(found.index, found.manifest.write_id, 30_000)
+    plan = plan_copy(found.index, found.manifest.write_id, 30_000)
     assert len(plan.files) > 4
     shares = [plan.share(rank, 3) for rank in range(3)]
     assert sorted(number for share in shares for number in share) == list(range(len(plan.files)))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = needs("transformers", "transformers")
-run = partial(ranks.run, warm="transformers")
+run = partial(ranks.run, warm="trainers")
 
 
 def test_files_of_a_model_load_into_it_whatever_its_table_of_conversions_says(tmp_path: Path) -> None:

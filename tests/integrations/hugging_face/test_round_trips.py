@@ -178,5 +178,5 @@ def test_ranks_that_hold_parts_of_a_model_read_their_parts(kind: str, tmp_path: 
     first = tiny.build(kind, seed=6).state_dict()
     rules = model_maps.hugging_face_to_megatron(tiny.config(kind), padded_vocab_size=PADDED)
     reknit.save(tmp_path / "megatron", {"m": converted(rules, first, tmp_path / "first")})
-    for found in ranks.run(2, sharded_jobs.load, kind, tmp_path / "megatron", warm="transformers"):
+    for found in ranks.run(2, sharded_jobs.load, kind, tmp_path / "megatron", warm="trainers"):
         assert_equal(found, dict(first))

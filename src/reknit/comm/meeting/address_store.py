@@ -22,7 +22,7 @@ from reknit.comm.group import doubling
 from reknit.comm.meeting.addresses import addresses, bracketed, is_loopback, own_addresses
 from reknit.comm.rank_messages import Reply, decode, encode
 from reknit.comm.serving import TOKEN, channel_settings, replying, server_settings, token_server
-from reknit.errors import CommError, DeadlineError, ReknitError, UsageError, from_wire, typed_shortage
+from reknit.errors import CommError, DeadlineError, ReknitError, UsageError, from_wire, typed_known
 from reknit.events.phase import Deadline
 from reknit.system import DaemonExecutor
 
@@ -234,7 +234,7 @@ class ServedStore:
         self._server = token_server("rank 0", hashed(token), methods, self._executor, settings)
         try:
             _listen(self._server, point, options)
-            with typed_shortage():
+            with typed_known():
                 self._server.start()
         except BaseException:
             self.close()

@@ -21,7 +21,7 @@ from reknit.comm.meeting.hosts import gather_shape
 from reknit.comm.meeting.rendezvous import address_of, publish_address, publish_leaving
 from reknit.comm.tree.machine import RoundMachine
 from reknit.comm.tree.rounds import Rounds
-from reknit.errors import CommError, ProtocolError, ReknitError, UsageError, typed_shortage
+from reknit.errors import CommError, ProtocolError, ReknitError, UsageError, typed_known
 from reknit.events.phase import Deadline
 from reknit.options import UNIX
 from reknit.system import AtExit, start_thread
@@ -112,7 +112,7 @@ class TreeGroup:
         self._process = os.getpid()
         self.server: over_sockets.Server | over_grpc.Server | None = None
         if children:
-            with typed_shortage():
+            with typed_known():
                 ends = _ends(is_unix=options.bind == UNIX)
                 self.server = ends.Server(self.rounds, self._hello, topology, options, master)
         self.address = self.server.address if self.server is not None else ""
@@ -173,7 +173,7 @@ class TreeGroup:
         if (" " in address) != (self.above is not None):
             needed = "no address" if self.above is None else f"the address of rank {self.above}"
             raise UsageError(f"rank {self.rank} needs {needed} to join its group")
-        with typed_shortage():
+        with typed_known():
             uplink = None if self.above is None else self._connect(self.above, *address.rsplit(" ", 1))
         with self._lock:
             self._check_open()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reknit.engine.background.trainer_save import TrainerSave
     from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.outcome import SaveOutcome
-    from reknit.engine.saving.part import EncodedHoldings, Part
+    from reknit.engine.saving.part import Chosen, EncodedHoldings, Part
     from reknit.engine.saving.task import SaveTask
     from reknit.types.shard import Blob, SharedFile
 
@@ -59,7 +59,9 @@ class AtAgent:
         self._background = background
         self._begun_at = monotonic()
         self._starting: AgentStart | None = None
-        self._must_join = self._has_begun = False
+        self._must_join = False
+        self._chosen: Chosen | None = None
+        """The copies to compare, once the save has begun."""
         self._settle: Callable[[], None] | None = None
 
     @contextmanager
@@ -99,7 +101,7 @@ class AtAgent:
             return Owners(part.layout, b"", {part.layout: known.outline})
         if not part.needs_assignment:
             return Owners(part.layout, b"", {})
-        self._begin(claimed=False)
+        self._chosen = self._begin(claimed=False)
         with self.task.recorder.phase("assign"):
             return Owners(part.layout, self.save.owners(self.task.options.timeout_s), {})
 
@@ -167,7 +169,11 @@ class AtAgent:
             files = lay_out(part, Owners(part.layout, b"", {}))
             if self._must_join and files.nbytes:
                 self._arena.acquire(files.nbytes, task)
-        self._begin(claimed=False, warm_up=True)
+        self._join()
+        begin = self._first_message(claimed=False)
+        begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # of each save
+        begin.warm_up, begin.promote_to = True, []
+        self.save.begin(begin, task.recorder)
         if part.needs_assignment:
             with task.recorder.phase("assign"):
                 owners = self.save.owners(task.options.timeout_s)
@@ -206,33 +212,28 @@ class AtAgent:
         layout = self.part.layout
         self._join()
         known = self.session.plan(self.save, layout)
-        self.plan = known or self.session.keep(layout, Plan(files.outline, assigned=self._has_begun))
-        if not self._has_begun:
-            self._begin(claimed=known is not None and known.assigned)
-        self.plan.chosen[self.task.options.check_replicas] = self._chosen
+        has_begun = self._chosen is not None
+        self.plan = known or self.session.keep(layout, Plan(files.outline, assigned=has_begun))
+        chosen = self._chosen or self._begin(claimed=known is not None and known.assigned)
+        self.plan.chosen[self.task.options.check_replicas] = chosen
 
-    def _begin(self, *, claimed: bool, warm_up: bool = False) -> None:
-        """Send the agent the first message about a save.
+    def _begin(self, *, claimed: bool) -> Chosen:
+        """Send the agent the first message about a save, and return the copies that the root compares.
 
         With `claimed` the root has the claims of this rank under its layout from an earlier save.
         """
         task, part = self.task, self.part
         self._join()
-        session, save, self._has_begun = self.session, self.save, True
-        if warm_up:
-            begin = self._first_message(claimed=False)
-            begin.claims.blobs, begin.claims.witnesses = [], round_messages.NO_WITNESSES  # of each save
-            begin.warm_up, begin.promote_to = True, []
-        else:
-            if task.group.rank == 0 and task.metadata:
-                from reknit.engine.saving.root import check_manifest  # other trainers need none of it
+        session, save = self.session, self.save
+        if task.group.rank == 0 and task.metadata:
+            from reknit.engine.saving.root import check_manifest  # other trainers need none of it
 
-                check_manifest(task)
-            plan, check = session.plan(save, part.layout), task.options.check_replicas
-            self._chosen = part.compare(None if plan is None else plan.chosen.get(check))
-            _share_values(session, save, part.encoded)
-            begin = self._first_message(claimed=claimed)
-        save.begin(begin, task.recorder)
+            check_manifest(task)
+        plan, check = session.plan(save, part.layout), task.options.check_replicas
+        chosen = part.compare(None if plan is None else plan.chosen.get(check))
+        _share_values(session, save, part.encoded)
+        save.begin(self._first_message(claimed=claimed), task.recorder)
+        return chosen
 
     def _first_message(self, *, claimed: bool) -> messages.Begin:
         """Return the first message about a save, which on the root has the values for the manifest."""

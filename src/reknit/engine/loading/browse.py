@@ -13,7 +13,7 @@ from reknit.engine.reports import Shown
 from reknit.engine.stored.file_checks import check_size
 from reknit.engine.stored.opening import OpenCheckpoint, opened, read_opened, unknown_items
 from reknit.engine.stored.renaming import Naming
-from reknit.errors import FormatError, MismatchError, UsageError, did_you_mean
+from reknit.errors import FormatError, MismatchError, UsageError, did_you_mean, typed_known
 from reknit.events.progress import amount
 from reknit.keywords import checked_call
 from reknit.types.box import Box
@@ -116,6 +116,7 @@ class Checkpoint(Shown):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @typed_known()
     def read(
         self, item: str, fqn: str, index: Sequence[Index] | Index = ..., *, framework: str = "numpy"
     ) -> Any:
@@ -161,6 +162,7 @@ class Checkpoint(Shown):
             f"the checkpoint has no tensor {fqn!r} in item {item!r}", path=url, remedy=remedy
         )
 
+    @typed_known()
     def read_all(
         self,
         items: Sequence[str] | None = None,

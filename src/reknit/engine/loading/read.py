@@ -25,6 +25,7 @@ from reknit.errors import (
 )
 from reknit.events.phase import Stopwatch
 from reknit.format.checksum import digest
+from reknit.options import LoadOptions
 from reknit.planner.load import Granularity, plan_load
 from reknit.storage.base import Reading
 
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from reknit.engine.memory.workers import Arena
     from reknit.engine.stored.opening import OpenCheckpoint
     from reknit.events.phase import Recorder
-    from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.box import Box
+    from reknit.types.shard import LoadPlan
 
 
 logger = logging.getLogger("reknit")
@@ -149,6 +150,20 @@ def granularity(options: LoadOptions, block_nbytes: int, reading: Reading = LOCA
         return Granularity(block_nbytes, 0, size)
     gap = reading.gap_nbytes if options.gap_nbytes is None else options.gap_nbytes
     return Granularity(1, gap, size, reading.waste)
+
+
+def plan_reads(checkpoint: OpenCheckpoint, boxes: Sequence[tuple[int, Box]]) -> LoadPlan:
+    """Return the reads for boxes of tensors, given by number, with the usual options from a local disk."""
+    cut = granularity(LoadOptions(), checkpoint.manifest.block_nbytes)
+    sizes = [checkpoint.files[path].nbytes for path in checkpoint.index.files]
+    return plan_load(checkpoint.index, boxes, sizes, cut)
+
+
+def read_boxes(
+    opened: OpenCheckpoint, boxes: Sequence[tuple[int, Box, Any]], options: LoadOptions, recorder: Recorder
+) -> None:
+    """Fill arrays with boxes of tensors, given by number.  Raises `CorruptError`, `StorageError`."""
+    opened.read(lambda _: RangeReader(opened, boxes, options).run(recorder))
 
 
 class RangeReader:

@@ -289,7 +289,13 @@ def queue(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None:
 
 
 GATHER_NBYTES = 64 << 20
-"""Memory per device that laying out arrays that are not contiguous may take."""
+"""Memory per device for the short arrays that are copied together."""
+
+PIECE_NBYTES = 8 << 20
+"""Memory per device in which a large array that is not contiguous is laid out, piece after piece.
+
+Larger pieces are hardly faster: on an H200, 4 GiB took 0.107 s in pieces of 8 MiB, and 0.093 s in 32.
+"""
 
 
 def gathered(lot: Sequence[tuple[int, Any]], nbytes: Sequence[int]) -> Iterator[tuple[int, Any]]:
@@ -437,7 +443,7 @@ def _gather(source: Any, first: int, numel: int, out: NDArray[np.uint8]) -> None
     Each temporary is allocated on the side stream, so that the next piece reuses its memory in order.
     """
     itemsize = source.element_size()
-    step = max(GATHER_NBYTES // itemsize, 1)
+    step = max(PIECE_NBYTES // itemsize, 1)
     for begin in range(0, numel, step):
         count = min(step, numel - begin)
         piece = out[begin * itemsize : (begin + count) * itemsize]

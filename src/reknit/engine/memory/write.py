@@ -389,6 +389,7 @@ class _Writing:
         file, start, nbytes = piece
         try:
             if file.undecided and self._is_equal(piece, arena):
+                self._begun.set()  # nothing may be left to write
                 self.recorder.advance(nbytes)
                 return
             assert file.writer is not None

@@ -14,7 +14,7 @@ from reknit.engine.messages import OwnNames
 from reknit.engine.stored.at_path import read_manifest
 from reknit.engine.stored.file_checks import UNSOUND, from_replica, read_checked, read_once
 from reknit.engine.stored.places import CHANGED, TRIES, changed, files_at, retry_if_changed
-from reknit.engine.stored.renaming import Naming, Renamed, own_names, renamed
+from reknit.engine.stored.renaming import Naming, Renamed, names_in, own_names, renamed
 from reknit.errors import CheckpointNotFoundError, DroppedError, FormatError, MismatchError
 from reknit.format import paths
 from reknit.format.blob_codec import decode_blobs
@@ -153,6 +153,11 @@ class OpenCheckpoint:
             arena_nbytes=1,
             budget_nbytes=_MOST_READERS,
         )
+
+    def names_of(self, file: BlobFile) -> list[str]:
+        """Read the names of the values in a file; the values stay encoded."""
+        entry, nbytes = self.files[file.path], self.manifest.block_nbytes
+        return names_in(self.read(lambda source: read_checked(source, entry, nbytes)))
 
     def _read_own(self, file: BlobFile) -> None:
         data = read_once(self.source, self.files[file.path], self.manifest.block_nbytes, self.replicas)

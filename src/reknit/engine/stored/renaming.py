@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
-    from reknit.transforms.base import Rule
-    from reknit.transforms.names import Names
+    from reknit.transforms.base import Names, Rule
     from reknit.types.manifest import Index, Manifest
 
 Name = tuple[str, str]
@@ -42,9 +41,9 @@ def split_transforms(options: LoadOptions) -> tuple[Names | None, list[Rule]]:
     """
     if not options.transforms:
         return None, []
-    from reknit.transforms.names import split_rules  # most loads need no transforms
+    from reknit.transforms.base import Names  # most loads need no transforms
 
-    return split_rules(options.transforms)
+    return Names.split(options.transforms)
 
 
 class Naming(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint: by its metadata alone, or down to every byte."""
+"""Checks of a checkpoint: by its metadata alone, by the headers of its data files, or down to every byte."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from reknit.engine.stored.file_checks import (
     whole_manifest,
 )
 from reknit.engine.stored.places import files_at
+from reknit.engine.stored.renaming import names_in
 from reknit.environment import num_threads
 from reknit.errors import CheckpointNotFoundError, FormatError, ReknitError, StorageError
 from reknit.format.blob_codec import decode_blobs
-from reknit.format.checksum import BLOCK_NBYTES, digest
+from reknit.format.checksum import BLOCK_NBYTES, block_digests, digest
 from reknit.format.data_file import data_start, decode_header
-from reknit.format.index import decode_index
+from reknit.format.index import decode_index, encode_index
 from reknit.format.index.checks import check_extents
 from reknit.format.manifest_file import decode_record
 from reknit.format.paths import parse_path
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.memory.workers import Arena
     from reknit.engine.stored.opening import OpenCheckpoint
+    from reknit.format.data_file import Header
     from reknit.options import LoadOptions
     from reknit.storage.base import Storage
     from reknit.types.manifest import FileEntry, Index, Manifest
@@ -157,16 +159,29 @@ def _check_index(
             _tried(problems, path, partial(check_header, storage, index, number, found[path]))
 
 
+def read_header(storage: Storage, path: str) -> Header:
+    """Read the header of a data file.  Raises `CorruptError`, `FormatError`, `StorageError`."""
+    try:
+        return _header(storage, path, storage.size(path))
+    except ReknitError as error:
+        error.sign(path=f"{storage.url}/{path}")
+        raise
+
+
+def _header(storage: Storage, path: str, nbytes: int) -> Header:
+    prefix = bytearray(min(8, nbytes))
+    storage.read_into(path, 0, [memoryview(prefix)])
+    head = bytearray(data_start(bytes(prefix), nbytes))
+    storage.read_into(path, 0, [memoryview(head)])
+    return decode_header(bytes(head), nbytes)
+
+
 def check_header(storage: Storage, index: Index, number: int, file: FileEntry) -> None:
     """Check that a data file's header has an entry for each of its extents.
 
     It may have more: of equal boxes that two ranks wrote, the index keeps one.
     """
-    prefix = bytearray(8)
-    storage.read_into(file.path, 0, [memoryview(prefix)])
-    head = bytearray(data_start(bytes(prefix), file.nbytes))
-    storage.read_into(file.path, 0, [memoryview(head)])
-    header = decode_header(bytes(head), file.nbytes)
+    header = _header(storage, file.path, file.nbytes)
     entries = {(header.data_start + entry.start, entry.nbytes) for entry in header.entries}
     rows = np.flatnonzero(index.file == number)
     extents = set(zip(index.start[rows].tolist(), index.nbytes[rows].tolist(), strict=True))
@@ -301,3 +316,88 @@ def _lacking(
         else:
             return f"; no replica has them: {', '.join(tried[1:])}"
     return None
+
+
+class RebuiltIndex(NamedTuple):
+    """An index made of headers, as a file, None if they make no index; with the problems and notes."""
+
+    data: bytes | None
+    problems: list[str]
+    notes: list[str]
+
+
+def rebuild(storage: Storage) -> RebuiltIndex:
+    """Rebuild the index from the headers of the data files, and compare it with that of the checkpoint.
+
+    A damaged manifest is left to `verify`: then all data files at the path count.
+    """
+    from reknit.format.index.arrow_file import rebuild_index  # no other check needs it
+
+    try:
+        record = decode_record(read_manifest(storage))
+        storage = files_at(storage, record.moved_to)
+        manifest = whole_manifest(storage, record)
+    except FormatError:
+        manifest = None
+    try:
+        files = storage.list() if manifest is None else manifest.files
+        names = [file.path for file in files if (name := parse_path(file.path)) and name.kind == "data"]
+        index = rebuild_index({name: read_header(storage, name) for name in names})
+        data = encode_index(index)
+    except (FormatError, StorageError) as error:
+        return RebuiltIndex(None, [f"the index cannot be rebuilt: {error.message}"], [])
+    found = RebuiltIndex(data, [], [])
+    if manifest is not None:
+        _compare(storage, manifest, index, found, len(names))
+    return found
+
+
+def _compare(storage: Storage, manifest: Manifest, rebuilt: Index, found: RebuiltIndex, num: int) -> None:
+    """Compare the index of `num` headers with that of the checkpoint, and add the result to `found`."""
+    entry, data = manifest.index, found.data or b""
+    try:
+        own = decode_index(read_checked(storage, entry, manifest.block_nbytes))
+    except (FormatError, StorageError):  # `verify` has reported it
+        same = entry.nbytes == len(data) and [*entry.digests] == block_digests(data, manifest.block_nbytes)
+        lost = f"; rebuilt, it is byte for byte the lost {entry.path}" if same else ""
+        found.notes.append(f"the index cannot be read{lost}")
+        return
+    if len(rebuilt.tensors) > len(own.tensors):
+        rebuilt = rebuilt.without(_kept(storage, manifest).difference(own.ids))
+    differing = [
+        full_name(*name)
+        for name in sorted(own.ids.keys() | rebuilt.ids.keys())
+        if not _alike(own, own.ids.get(name), rebuilt, rebuilt.ids.get(name))
+    ]
+    found.problems.extend(
+        f"{entry.path} and the headers of the data files disagree about {name}" for name in differing
+    )
+    if not differing:
+        found.notes.append(f"the index and the headers of {num} data files agree")
+
+
+def _kept(storage: Storage, manifest: Manifest) -> set[tuple[str, str]]:
+    """Return the names of values that ranks saved as their own: tensors among them have no chunks."""
+    files = {file.path: file for file in manifest.files}
+    return {
+        (blob.item, fqn)
+        for blob in manifest.blobs
+        if blob.coordinate is not None
+        for fqn in names_in(read_checked(storage, files[blob.path], manifest.block_nbytes))
+    }
+
+
+def _alike(a: Index, n: int | None, b: Index, m: int | None) -> bool:
+    """Return whether two indexes place a tensor alike, by its number in each; None where it is not."""
+    if n is None or m is None:
+        return False
+    one, two = slice(a.first[n], a.first[n + 1]), slice(b.first[m], b.first[m + 1])
+    if a.tensors[n].spec != b.tensors[m].spec or one.stop - one.start != two.stop - two.start:
+        return False
+    ndim = len(a.tensors[n].spec.shape)
+    return (
+        np.array_equal(a.offsets[one, :ndim], b.offsets[two, :ndim])
+        and np.array_equal(a.lengths[one, :ndim], b.lengths[two, :ndim])
+        and np.array_equal(a.start[one], b.start[two])
+        and [a.files[k] for k in a.file[one].tolist()] == [b.files[k] for k in b.file[two].tolist()]
+    )

@@ -19,6 +19,7 @@ from reknit.errors import MismatchError, ReknitError, StateError, shortage
 from reknit.frameworks import imported
 from reknit.frameworks.numbers import same_value
 from reknit.frameworks.torch import numbers, torch_private
+from reknit.frameworks.torch.members import read
 from reknit.frameworks.torch.tensor import torch_dtype
 from reknit.types.devices import memory_of
 
@@ -138,14 +139,18 @@ def _refusing(source: ModuleState) -> Iterator[str]:
             yield path
 
 
-def has_own(module: nn.Module) -> bool:
-    """Return whether any module in a tree has hooks or methods of its own for a load."""
+def load_by_own_code(module: nn.Module, place: Place, loading: Loading) -> None:
+    """Let the hooks and methods for a load that a tree of modules has run, once its tensors are filled."""
     kinds: set[Any] = set(map(type, module.modules()))
-    return (
+    has_own = (
         _is_own(module.load_state_dict)
         or any(own_method(kind) is not None for kind in kinds)
         or any(_is_own(hook) for one in module.modules() for hook, _ in torch_private.load_hooks(one))
     )
+    if has_own:
+        held = read(module, place, loading)
+        for back in returns(held, place, loading).values():
+            loading.later(partial(back.give, held, place))
 
 
 def _own(held: ModuleHoldings, source: ModuleState) -> Iterator[OwnCode]:

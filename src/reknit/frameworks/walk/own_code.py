@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from reknit import plugins
-from reknit.errors import ReknitError, StateError, shortage
+from reknit.errors import ReknitError, StateError, known
 from reknit.frameworks import imported
 from reknit.frameworks.tree import POSITION
 
@@ -188,7 +188,7 @@ _DEPTH = 3
 
 def failed_save(error: Exception, value: Any, place: Place) -> ReknitError:
     """Return the error for a value whose own code raised an exception while the value was collected."""
-    return shortage(error) or StateError(
+    return known(error) or StateError(
         f"{place} ({type(value).__name__}) could not be saved: {cause(error, value)}",
         remedy=_MEND if _stateless(error, value) is None else _WRAP,
     )
@@ -196,7 +196,7 @@ def failed_save(error: Exception, value: Any, place: Place) -> ReknitError:
 
 def failed_search(error: Exception, value: Any, place: Place) -> ReknitError:
     """Return the error for a target whose own code raised an exception before anything was read."""
-    return shortage(error) or StateError(
+    return known(error) or StateError(
         f"{place} ({type(value).__name__}) could not be looked at, and nothing was changed: "
         f"{cause(error, value)}",
         remedy=_MEND if _stateless(error, value) is None else _WRAP,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct, field
 
-from reknit.errors import ReknitError, StateError, shortage
+from reknit.errors import ReknitError, StateError, known
 from reknit.frameworks import tree
 from reknit.frameworks.neutral import COMPOSITE, from_neutral, put_array
 from reknit.frameworks.numbers import is_number, misfit, same_value
@@ -55,7 +55,7 @@ class Delivery(Struct, frozen=True):
             error.message += others
             raise
         except Exception as error:
-            raise shortage(error) or StateError(
+            raise known(error) or StateError(
                 f"{self.place} ({self.kind}) could not be loaded: {cause(error)}{others}",
                 remedy="load into an object that takes the saved state, or leave it out of the load with "
                 "`items` or LoadOptions(only=...)",

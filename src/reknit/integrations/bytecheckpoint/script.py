@@ -16,16 +16,8 @@ from reknit import PerRank
 from reknit.errors import UsageError, shown
 from reknit.locations import location_text
 from reknit.options import LoadOptions, SaveOptions
-from reknit.plugins.trainer import (
-    Kept,
-    acting,
-    ask_root,
-    below,
-    manifest_in,
-    open_storage,
-    some,
-    wait_for_agents,
-)
+from reknit.plugins.store import open_storage
+from reknit.plugins.trainer import Kept, acting, ask_root, below, manifest_in, wait_for_agents
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
@@ -192,7 +184,7 @@ def _check(state: Any, framework: Any, role: Any, call: str) -> None:
         raise UsageError(f"checkpoint_state is a dict with a model, not {shown(state)}")
     if others := sorted(set(state) - set(_PARTS), key=str):
         raise UsageError(
-            f"checkpoint_state has the parts {some(list(map(str, others)))}",
+            f"checkpoint_state has the parts {', '.join(map(str, others))}",
             remedy=f"it has {', '.join(_PARTS)}; put all else into extra_state, or call reknit.{call}",
         )
     if role is not None and not (isinstance(role, str) and role):

@@ -19,10 +19,10 @@ from torch.futures import Future
 
 from reknit.errors import ReknitError, StorageError
 from reknit.integrations.formats.export import (
+    OPTIONS,
     PIECE_NBYTES,
     ExportFolder,
     cut_boxes,
-    read_boxes,
     require_room,
     stream,
 )
@@ -35,7 +35,7 @@ from reknit.integrations.formats.verify import (
     require_same_values,
 )
 from reknit.integrations.torch_save.export import empty_tensor, for_torch, stub_tensors, tensor_of
-from reknit.plugins.format import Box, Recorder, numpy_dtype, typed
+from reknit.plugins.format import Box, Recorder, numpy_dtype, read_boxes, typed
 
 if TYPE_CHECKING:
     import io
@@ -246,7 +246,7 @@ class _Pieces:
             return piece.data
         array = np.empty(box.lengths, numpy_dtype(stub.spec.dtype))
         if box.numel:
-            read_boxes(self._checkpoint, [(stub.number, box, array)], Recorder("read"))
+            read_boxes(self._checkpoint, [(stub.number, box, array)], OPTIONS, Recorder("read"))
         return array
 
 

@@ -17,7 +17,8 @@ from reknit.integrations.dcp.planner import DcpReader as Reader
 from reknit.integrations.dcp.planner import DcpWriter as Writer
 from reknit.integrations.dcp.planner import required
 from reknit.locations import location_text
-from reknit.plugins.trainer import manifest_exists, open_storage
+from reknit.plugins.store import open_storage
+from reknit.plugins.trainer import manifest_exists
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -19,7 +19,8 @@ from reknit.integrations.formats.programs import newest_of_others
 from reknit.integrations.formats.recognise import run_of_others
 from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions, SaveOptions
-from reknit.plugins.trainer import Accessors, Kept, acting, ask_root, open_storage, say_resumed
+from reknit.plugins.store import open_storage
+from reknit.plugins.trainer import Accessors, Kept, acting, ask_root, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,13 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from reknit.errors import CorruptError, FormatError, StateError, printable
 from reknit.format.blob_codec import encode_blobs
-from reknit.format.checksum import BLOCK_NBYTES, FORMAT_VERSION, block_digests
-from reknit.format.index.checks import check_index
-from reknit.format.paths import blob_path, index_path
 from reknit.integrations.formats.pickles import PickledObject, UnreadError
 from reknit.integrations.formats.torch_values import (
     TensorView,
@@ -31,19 +27,16 @@ from reknit.integrations.formats.torch_values import (
     neutral,
     neutral_keys,
 )
-from reknit.planner.tiling import untiled
 from reknit.plugins.format import (
-    BlobFile,
     Box,
     Extent,
-    FileEntry,
     Index,
-    Manifest,
     Tagged,
     TensorEntry,
     TensorSpec,
     Unread,
     full_name,
+    in_memory,
     padded,
 )
 from reknit.types.shard import MAX_DEPTH, escaped
@@ -51,9 +44,7 @@ from reknit.types.shard import MAX_DEPTH, escaped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from numpy.typing import NDArray
-
-    from reknit.plugins.format import OtherFormat, Storage
+    from reknit.plugins.format import ForeignCheckpoint, OtherFormat, Storage
 
 
 MAX_NODES = 1 << 22
@@ -147,19 +138,6 @@ _NAMED = 5
 MAX_INLINE_NBYTES = 64 << 20
 """Bytes of all tensors that are parts of values."""
 Chunks = list[tuple[Box, Extent]]
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignCheckpoint:
-    """A checkpoint of another program, as reknit has its own: `blobs` are files of values, by path.
-
-    `rivals` are the files of different models in one folder, first the one that was read.
-    """
-
-    manifest: Manifest
-    index: Index
-    blobs: dict[str, bytes]
-    rivals: tuple[str, ...] = ()
 
 
 @dataclass
@@ -291,14 +269,6 @@ class ForeignEntries:
     def checkpoint(self, other: OtherFormat) -> ForeignCheckpoint:
         """Return the checkpoint that these entries make.  Raises `CorruptError` if a tensor is not whole."""
         index = self._index()
-        check_index(index, aligned=False)
-        _check_bounds(index, self.sizes)
-        if gaps := untiled([e.spec.shape for e in index.tensors], index.tensor, index.offsets, index.lengths):
-            entry = index.tensors[gaps[0].tensor]
-            raise CorruptError(
-                f"{len(gaps)} tensors are not whole in the files, among them {full_name(*entry[:2])[:200]!r}"
-            )
-        write_id = _identity(index, self.sizes)
         encoded = {item: self._encoded(item) for item in self.values}
         blobs = {item: data for item, data in encoded.items() if self.values[item]}
         unread = tuple(sorted({*self.unread_entries}))
@@ -306,29 +276,17 @@ class ForeignEntries:
             raise FormatError(unread[0].why)
         if unread:
             other = other._replace(unchecked=f"{other.unchecked}; {listed(unread)}", unread=unread)
-        items = dict.fromkeys(
-            [*self.values, *(item for item, _ in self.tensors), *(entry.item for entry in unread)]
-        )
-        paths = {item: blob_path(item, 0, write_id) for item in blobs}
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            write_id=write_id,
-            step=self.step,
-            created=0.0,
-            items=tuple(items),
-            index_path=index_path(write_id),
-            files=(
-                FileEntry(index_path(write_id), 0, ()),
-                *(FileEntry(path, nbytes, ()) for path, nbytes in self.sizes.items()),
-                *(FileEntry(paths[i], len(data), tuple(block_digests(data))) for i, data in blobs.items()),
+        return in_memory(
+            index,
+            self.sizes,
+            blobs,
+            items=dict.fromkeys(
+                [*self.values, *(item for item, _ in self.tensors), *(entry.item for entry in unread)]
             ),
-            blobs=tuple(BlobFile(item, paths[item], None) for item in blobs),
-            block_nbytes=BLOCK_NBYTES,
-            origin={"format": other.kind},
+            step=self.step,
             other=other._replace(notes=tuple(self.notes.items())),
+            rivals=self.rivals,
         )
-        by_path = {paths[item]: data for item, data in blobs.items()}
-        return ForeignCheckpoint(manifest, index, by_path, self.rivals)
 
     def _encoded(self, item: str) -> bytes:
         """Return the file of the values of an item, without the values that reknit does not store."""
@@ -397,26 +355,6 @@ def listed(unread: Sequence[Unread]) -> str:
     more = f"; and {len(parts) - _NAMED} more reasons" if len(parts) > _NAMED else ""
     count = f"{len(unread)} {'entry' if len(unread) == 1 else 'entries'}"
     return f"reknit cannot read {count}: {'; '.join(parts[:_NAMED])}{more}"
-
-
-def _check_bounds(index: Index, sizes: dict[str, int]) -> None:
-    """Raise `CorruptError` for a chunk outside its file.  Other programs let tensors share bytes."""
-    limits = np.array([sizes[path] for path in index.files], np.int64)
-    outside: NDArray[np.bool_] = (index.start < 0) | (index.nbytes > limits[index.file] - index.start)
-    if outside.any():
-        row = int(np.flatnonzero(outside)[0])
-        entry = index.tensors[index.tensor[row]]
-        path = index.files[index.file[row]]
-        raise CorruptError(f"{full_name(*entry[:2])[:200]!r} lies outside its file {path[:200]!r}")
-
-
-def _identity(index: Index, sizes: dict[str, int]) -> str:
-    """Return 32 hex digits that stand for the content, as far as names and places show it."""
-    state = xxhash.xxh3_128()
-    state.update(repr((index.tensors, sorted(sizes.items()))).encode(errors="replace"))
-    for column in (index.offsets, index.lengths, index.file, index.start):
-        state.update(np.ascontiguousarray(column).tobytes())
-    return state.hexdigest()
 
 
 _NOT_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reknit.engine.loading.read import RangeReader
-from reknit.errors import ReknitError, UsageError
-from reknit.format.data_file import data_start, decode_header
+from reknit.errors import UsageError
 from reknit.format.paths import parse_entry_key
 from reknit.locations import absolute, location_text
 from reknit.options import MIB, LoadOptions
@@ -28,13 +26,15 @@ from reknit.plugins.format import (
     numpy_dtype,
     open_checkpoint,
     opened,
+    read_boxes,
+    read_header,
     read_opened,
     require_covered,
+    sync_folder,
     too_large,
     translated,
 )
 from reknit.plugins.store import LocalStorage
-from reknit.storage.local.folders import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from reknit.format.data_file import Header
     from reknit.plugins.format import OpenCheckpoint, Storage, TensorSpec
-    from reknit.transforms.names import Names
+    from reknit.transforms import Names
 
     Fills = Sequence[tuple[int, Box, NDArray[Any]]]
 
@@ -92,14 +92,7 @@ def stream(
     require_covered(checkpoint.index, numbers)
     recorder = Recorder("read", path=checkpoint.storage.url)
     specs = {number: checkpoint.index.tensors[number].spec for number in numbers}
-    yield from stream_with(specs, lambda fills: read_boxes(checkpoint, fills, recorder, options), nbytes)
-
-
-def read_boxes(
-    checkpoint: OpenCheckpoint, fills: Fills, recorder: Recorder, options: LoadOptions = OPTIONS
-) -> None:
-    """Fill arrays with boxes of tensors, given by number.  Raises `CorruptError`, `StorageError`."""
-    checkpoint.read(lambda _: RangeReader(checkpoint, fills, options).run(recorder))
+    yield from stream_with(specs, lambda fills: read_boxes(checkpoint, fills, options, recorder), nbytes)
 
 
 def stream_with(
@@ -149,20 +142,6 @@ def cut_boxes(spec: TensorSpec, nbytes: int) -> Iterator[Box]:
     step = most // row * row
     for start in range(0, spec.numel, step):
         yield from flat_range_boxes(spec.shape, start, min(step, spec.numel - start))
-
-
-def read_header(storage: Storage, path: str) -> Header:
-    """Read the header of a data file.  Raises `CorruptError`, `FormatError`, `StorageError`."""
-    nbytes = storage.size(path)
-    try:
-        prefix = bytearray(min(8, nbytes))
-        storage.read_into(path, 0, [memoryview(prefix)])
-        head = bytearray(data_start(bytes(prefix), nbytes))
-        storage.read_into(path, 0, [memoryview(head)])
-        return decode_header(bytes(head), nbytes)
-    except ReknitError as error:
-        error.sign(path=f"{storage.url}/{path}")
-        raise
 
 
 def tied_names(checkpoint: OpenCheckpoint, numbers: Sequence[int]) -> dict[int, int]:

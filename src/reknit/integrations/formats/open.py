@@ -20,7 +20,7 @@ from reknit.errors import (
     shown,
 )
 from reknit.integrations.formats.derived import DerivedStorage
-from reknit.integrations.formats.entries import ForeignCheckpoint, ForeignEntries, listed
+from reknit.integrations.formats.entries import ForeignEntries, listed
 from reknit.integrations.formats.programs import installed, recognise
 from reknit.plugins.format import HasFolderAbove, OtherFormat
 from reknit.plugins.store import HasDerivedFiles
@@ -28,7 +28,7 @@ from reknit.plugins.store import HasDerivedFiles
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reknit.plugins.format import Foreign, Storage
+    from reknit.plugins.format import Foreign, ForeignCheckpoint, Storage
 
 logger = logging.getLogger("reknit")
 

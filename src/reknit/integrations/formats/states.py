@@ -12,7 +12,6 @@ from msgspec import structs
 
 from reknit.errors import CorruptError, FormatError, MismatchError, UsageError
 from reknit.format.blob_codec import decode_blobs
-from reknit.frameworks import fresh_arrays
 from reknit.integrations.formats.entries import EMPTY
 from reknit.integrations.formats.export import OPTIONS
 from reknit.plugins.format import (
@@ -25,7 +24,7 @@ from reknit.plugins.format import (
     require_covered,
     unknown_items,
 )
-from reknit.plugins.framework import tree
+from reknit.plugins.framework import live, tree
 from reknit.types.shard import BOX, MAPPING, is_form
 
 if TYPE_CHECKING:
@@ -179,7 +178,7 @@ def _item(checkpoint: OpenCheckpoint, item: str) -> Any:
         if entry.item == item
     }
     values = {
-        fqn: fresh_arrays.live(value, fqn, stubs)
+        fqn: live(value, fqn, stubs)
         for fqn, value in checkpoint.blobs.get(item, {}).items()
         if fqn.rpartition("/")[2] != GENERATOR
     }

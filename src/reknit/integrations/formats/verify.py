@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reknit import VerifyReport
-from reknit.engine.stored.file_checks import check_size
 from reknit.errors import CorruptError, FormatError, StorageError, shown
 from reknit.integrations.formats.derived import Cell, derived
 from reknit.integrations.formats.entries import listed
 from reknit.integrations.formats.open import read_foreign, store_of
 from reknit.integrations.formats.small_reads import LOCAL_MARK, Archive, ZipMember, part_of
-from reknit.plugins.format import TensorSpec, unchecked
+from reknit.plugins.format import TensorSpec, check_sizes, unchecked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -156,14 +155,9 @@ def verify_foreign(storage: Storage, level: str) -> VerifyReport | None:
     return VerifyReport(url, level, len(files), total, tuple(problems), unchecked=said)
 
 
-def _lost(storage: Storage, files: list[FileEntry]) -> Iterator[str]:
-    """Yield a problem for each missing part of an array; other files were found as it was opened."""
-    for file in files:
-        if derived(file.path) is not None:
-            try:
-                check_size(storage, file)
-            except CorruptError as error:
-                yield error.message
+def _lost(storage: Storage, files: list[FileEntry]) -> list[str]:
+    """Return a problem for each missing part of an array; other files were found as it was opened."""
+    return check_sizes(storage, [file for file in files if derived(file.path) is not None])
 
 
 def _is_stored(path: str) -> bool:

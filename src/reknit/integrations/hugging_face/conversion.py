@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from reknit.errors import MismatchError, UsageError
 from reknit.plugins.format import Binding, Box, Made, Piece
-from reknit.transforms.cuts import aligned, resized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,7 +142,7 @@ def _is_plain(operation: Any) -> bool:
 
 def _whole(number: int, shape: Shape) -> Made:
     box = Box.whole(shape)
-    return Made(shape, (aligned(number, box, box),))
+    return Made(shape, (Piece(number, box, box, tuple(range(box.ndim))),))
 
 
 _Held = dict[str, list[Made]]
@@ -225,15 +224,15 @@ def _stacked(parts: list[Made], dim: int) -> Made:
 
 def _joined(parts: list[Made], dim: int) -> Made:
     """Return tensors as one, one after the other along a dimension."""
-    rest = _equal(parts, [resized(part.shape, dim, 0) for part in parts])
+    rest = _equal(parts, [_resized(part.shape, dim, 0) for part in parts])
     pieces, start = [], 0
     for part in parts:
         for piece in part.pieces:
             offsets = piece.target_box.offsets
-            box = Box(resized(offsets, dim, offsets[dim] + start), piece.target_box.lengths)
+            box = Box(_resized(offsets, dim, offsets[dim] + start), piece.target_box.lengths)
             pieces.append(piece._replace(target_box=box))
         start += part.shape[dim]
-    return Made(resized(rest, dim, start), tuple(pieces))
+    return Made(_resized(rest, dim, start), tuple(pieces))
 
 
 def _equal(parts: list[Made], shapes: list[Shape]) -> Shape:
@@ -255,8 +254,8 @@ def _cut(part: Made, dim: int, sizes: list[int], converter: Any) -> _Held:
     start = 0
     for pattern, size in zip(converter.target_patterns, sizes, strict=True):
         size = min(size, part.shape[dim] - start)
-        shape = resized(part.shape, dim, size)
-        run = Box(resized((0,) * len(shape), dim, start), shape)
+        shape = _resized(part.shape, dim, size)
+        run = Box(_resized((0,) * len(shape), dim, start), shape)
         pieces = (_piece_in(piece, run) for piece in part.pieces)
         held[pattern] = [Made(shape, tuple(piece for piece in pieces if piece is not None))]
         start += size
@@ -269,3 +268,8 @@ def _piece_in(piece: Piece, box: Box) -> Piece | None:
     if common is None:
         return None
     return Piece(piece.source, piece.source_of(common), common.relative_to(box.offsets), piece.axes)
+
+
+def _resized(shape: Shape, dim: int, length: int) -> Shape:
+    """Return a shape with another length along a dimension."""
+    return (*shape[:dim], length, *shape[dim + 1 :])

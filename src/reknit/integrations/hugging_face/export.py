@@ -9,32 +9,28 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from os.path import basename
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from msgspec import structs
 
-from reknit.engine.stored.file_checks import read_checked
 from reknit.errors import MismatchError, MissingExtraError, UsageError
 from reknit.integrations.formats.export import (
+    OPTIONS,
     ExportFolder,
     StreamPiece,
-    read_boxes,
     stream_with,
     tensors_of,
     tied_names,
 )
 from reknit.integrations.formats.verify import Named, require_equal
 from reknit.integrations.hugging_face.safetensors import Stored, check_storable, encode_header, in_file_order
-from reknit.plugins.format import Recorder, TensorSpec, names_in, numpy_dtype, require_covered, translated
+from reknit.plugins.format import Recorder, TensorSpec, numpy_dtype, read_boxes, require_covered, translated
 from reknit.plugins.framework import tree
+from reknit.transforms import Names
 from reknit.transforms.apply import Transformed
-from reknit.transforms.names import split_rules
 from reknit.transforms.quantized import parts_of_quantized
-from reknit.types.shard import Shard
-from reknit.types.wanted import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,8 +147,8 @@ def weights_of(checkpoint: OpenCheckpoint, item: str, rules: Sequence[Rule]) -> 
     else:
         names = {number: fqn for fqn, number in weights.items()}
         specs = {number: entries[number].spec for number in names}
-        fill = partial(read_boxes, checkpoint, recorder=Recorder("read", path=checkpoint.storage.url))
-        found = Weights(names, specs, tied, fill)
+        recorder = Recorder("read", path=checkpoint.storage.url)
+        found = Weights(names, specs, tied, lambda fills: read_boxes(checkpoint, fills, OPTIONS, recorder))
     return replace(found, names=_plain_names(found.names, checkpoint.storage.url), left_out=left_out)
 
 
@@ -181,8 +177,7 @@ def _optimizer_states(checkpoint: OpenCheckpoint, item: str, fqns: Mapping[str, 
     values: set[str] = set()
     for blob in checkpoint.manifest.blobs:
         if checkpoint.renamed is None and blob.item == item and blob.coordinate is None:
-            file, block = checkpoint.files[blob.path], checkpoint.manifest.block_nbytes
-            values.update(names_in(checkpoint.read(partial(read_checked, file=file, block_nbytes=block))))
+            values.update(checkpoint.names_of(blob))
     roots = {f"{match[1]}state/" for match in map(_OPTIONS.fullmatch, values) if match}
     return {fqn for fqn in fqns if fqn.startswith(tuple(roots))}
 
@@ -206,10 +201,7 @@ def _transformed(
     recorder = Recorder("read", path=checkpoint.storage.url)
 
     def fill(fills: Fills) -> None:
-        shards = tuple(
-            Shard(item, names[number], made[names[number]], box, None, array) for number, box, array in fills
-        )
-        wanted = transformed.back(Wanted((item,), shards))
+        wanted = transformed.sources_of(item, [(names[number], box, array) for number, box, array in fills])
         if wanted.aliases:
             raise MismatchError(
                 f"the rules make one tensor of {wanted.aliases[0][1]!r} and {wanted.aliases[0][3]!r}, which "
@@ -218,7 +210,7 @@ def _transformed(
             )
         parts = [(numbers[shard.fqn], shard.box, shard.data) for shard in wanted.shards]
         if parts:
-            read_boxes(checkpoint, parts, recorder)
+            read_boxes(checkpoint, parts, OPTIONS, recorder)
         wanted.deliver()
 
     return Weights(
@@ -340,7 +332,7 @@ def export_hf(
         raise UsageError(f"dtype is one of {', '.join(get_args(Dtype))}, not {dtype!r}")
     if max_shard_nbytes < 1:
         raise UsageError(f"max_shard_nbytes must be at least 1, not {max_shard_nbytes}")
-    names, rules = split_rules(transforms)
+    names, rules = Names.split(transforms)
     passed = [] if config_from is None else files_of(config_from)
     folder = ExportFolder(out, overwrite=overwrite)
     with tensors_of(path, names) as checkpoint:

@@ -20,7 +20,8 @@ from reknit.integrations.jax.filling import (
     with_data,
 )
 from reknit.integrations.jax.pytree import JaxNodeAdapter, JaxReferenceAdapter, VariableSetter, leaves
-from reknit.plugins.framework import GENERATOR, Adapter, Place, View, memory_of, numpy_dtype
+from reknit.plugins.format import GENERATOR
+from reknit.plugins.framework import Adapter, Place, View, memory_of, numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

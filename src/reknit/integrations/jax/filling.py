@@ -8,15 +8,15 @@ import jax
 import numpy as np
 
 from reknit.errors import StateError
-from reknit.frameworks.neutral import checked_bytes
 from reknit.integrations.jax import pytree
+from reknit.plugins.format import ITEMSIZE
 from reknit.plugins.framework import (
-    ITEMSIZE,
     Box,
     Tagged,
     TensorSpec,
     Unfilled,
     View,
+    checked_bytes,
     numpy_dtype,
     same_value,
 )

@@ -23,9 +23,8 @@ from reknit.integrations.lightning import step as lightning_folder
 from reknit.integrations.lightning.step import FolderOfRun
 from reknit.integrations.lightning.strategy import adopt
 from reknit.locations import location_text
-from reknit.plugins.trainer import refuse_living
+from reknit.plugins.trainer import ranked, refuse_living
 from reknit.policies import best, latest
-from reknit.policies.keep_policies import ranked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

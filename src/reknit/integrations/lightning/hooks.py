@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reknit.errors import UsageError
-from reknit.frameworks.torch.members import without_wrappers
-from reknit.plugins.framework import is_dtensor
+from reknit.plugins.framework import is_dtensor, without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

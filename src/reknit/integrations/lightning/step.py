@@ -22,7 +22,8 @@ from reknit.integrations.trainers import newest_before
 from reknit.locations import location_text
 from reknit.options import LoadOptions
 from reknit.plugins.framework import tree
-from reknit.plugins.trainer import UNSOUND, Kept, below, manifest_exists, numbered, open_storage, read_line
+from reknit.plugins.store import open_storage
+from reknit.plugins.trainer import UNSOUND, Kept, below, manifest_exists, numbered, read_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

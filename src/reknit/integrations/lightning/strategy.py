@@ -37,7 +37,8 @@ from reknit.integrations.lightning.hooks import (
 )
 from reknit.integrations.lightning.step import TRAINER, find, optimizer_name, sound
 from reknit.integrations.private_hooks import private
-from reknit.plugins.trainer import Accessors, Kept, manifest_exists, open_storage, say_resumed
+from reknit.plugins.store import open_storage
+from reknit.plugins.trainer import Accessors, Kept, manifest_exists, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

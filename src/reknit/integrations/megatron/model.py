@@ -13,7 +13,6 @@ from torch import nn
 
 from reknit import PerRank
 from reknit.errors import StateError
-from reknit.frameworks.torch import members, own_load
 from reknit.integrations.megatron import names as megatron_names
 from reknit.integrations.megatron import private
 from reknit.integrations.megatron import sharded as dist_checkpointing
@@ -28,6 +27,7 @@ from reknit.plugins.framework import (
     View,
     dtype_name,
     is_dtensor,
+    load_by_own_code,
     local_memory,
     memory_of,
     spec_of,
@@ -431,11 +431,9 @@ class ModelAdapter(Adapter):
         """Fill the model's tensors where they are."""
         bare, found = private.bare(value, place), model(value, place, loading)
         comes = any(loading.takes(place.child(one.name)) for _, _, parts in found for one in parts)
-        if comes and own_load.has_own(bare):
-            read = members.read(bare, place, loading)
-            for back in own_load.returns(read, place, loading).values():
-                # Before the extra state: `give` restores the present one.
-                loading.later(lambda back=back: back.give(read, place))  # type: ignore[misc]
+        if comes:
+            # Before the extra state, since this restores the present one.
+            load_by_own_code(bare, place, loading)
         for key, sharded, parts in found:
             if not dist_checkpointing.is_tensor(sharded):
                 want_object(sharded, place, loading, partial(_set_extra, bare, key))

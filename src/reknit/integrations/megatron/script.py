@@ -25,7 +25,8 @@ from reknit.integrations.megatron import private, sharded
 from reknit.integrations.megatron.model import names_of, with_flat_leaves
 from reknit.options import SaveOptions
 from reknit.plugins.framework import tree
-from reknit.plugins.trainer import Deadline, Kept, open_storage, say_resumed
+from reknit.plugins.store import Deadline, open_storage
+from reknit.plugins.trainer import Kept, say_resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

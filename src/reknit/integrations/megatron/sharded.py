@@ -17,9 +17,8 @@ import torch
 
 from reknit.errors import StateError
 from reknit.frameworks.torch.numbers import bytes_of
-from reknit.frameworks.torch.own_load import called
 from reknit.integrations.megatron import names as megatron_names
-from reknit.plugins.framework import MASTER, Place, imported, to_neutral, torch_dtype, tree
+from reknit.plugins.framework import MASTER, Place, called, imported, to_neutral, torch_dtype, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.errors import MismatchError, MissingExtraError, ReknitError, StorageError
-from reknit.integrations.formats.export import ExportFolder, read_boxes, require_room, stream
+from reknit.integrations.formats.export import OPTIONS, ExportFolder, require_room, stream
 from reknit.integrations.formats.states import Stub, dotted, kept, leaves, mapped, state_of
 from reknit.integrations.formats.verify import (
     Named,
@@ -20,7 +20,7 @@ from reknit.integrations.formats.verify import (
     require_equal,
     require_same_values,
 )
-from reknit.plugins.format import Box, Recorder, TensorSpec, numpy_dtype, typed
+from reknit.plugins.format import Box, Recorder, TensorSpec, numpy_dtype, read_boxes, typed
 from reknit.plugins.framework import tree
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class SavedTensor:
         array = np.empty(self.shape, self.dtype)
         if array.size:
             whole = [(self._stub.number, Box.whole(self.shape), array)]
-            read_boxes(self._checkpoint, whole, Recorder("read"))
+            read_boxes(self._checkpoint, whole, OPTIONS, Recorder("read"))
         return array
 
 

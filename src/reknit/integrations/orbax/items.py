@@ -20,16 +20,8 @@ from reknit.integrations.jax.arrays import IMPLEMENTATION
 from reknit.locations import location_text
 from reknit.options import CommOptions, LoadOptions
 from reknit.plugins.framework import numpy_dtype, tree
-from reknit.plugins.trainer import (
-    Kept,
-    acting,
-    below,
-    is_stateful,
-    manifest_in,
-    open_storage,
-    say_resumed,
-    step_name,
-)
+from reknit.plugins.store import open_storage
+from reknit.plugins.trainer import Kept, acting, below, is_stateful, manifest_in, say_resumed, step_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

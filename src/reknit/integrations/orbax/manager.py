@@ -22,14 +22,13 @@ from reknit.integrations.orbax.checkpointers import described, legacy_args
 from reknit.integrations.orbax.items import CUSTOM, kept_value, restored, saved_state
 from reknit.locations import location_text
 from reknit.options import SaveOptions
+from reknit.plugins.store import open_storage
 from reknit.plugins.trainer import (
-    Line,
     acting,
     ask_root,
     below,
     forbid_markers,
     numbered,
-    open_storage,
     refuse_living,
     step_name,
     wait_for_agents,
@@ -216,7 +215,7 @@ def settle(root: str, timeout_s: float) -> None:
     """
     with closing(open_storage(root)) as storage:
         wait_for_agents(storage, timeout_s)
-        forbid_markers(storage, Line())
+        forbid_markers(storage)
 
 
 def refuse_orbax(root: str) -> None:
