@@ -190,7 +190,7 @@ def test_a_stray_call_is_refused_and_changes_nothing(ports: list[TreeGroup]) -> 
 def oversized(stray: Stranger) -> ReknitError:
     """Send a report above the limit of a rank; return its refusal."""
     server = stray.group.server
-    assert isinstance(server, over_sockets.Server)
+    assert isinstance(server, over_sockets.HostServer)
     (wire,) = (wire for wire in server.wires.values() if wire.child == 2)
     limit, wire.max_nbytes = wire.max_nbytes, 5000
     try:
@@ -211,7 +211,7 @@ def test_a_scan_costs_nothing_that_stays_and_of_those_who_say_nothing_only_some_
         for one in silent[2 * 2 + over_sockets.SPARE_CONNECTIONS :]:
             assert one.is_hung_up()
         server = ports[0].server
-        assert isinstance(server, over_sockets.Server)
+        assert isinstance(server, over_sockets.HostServer)
         assert len(server.wires) == 2 * 2 + over_sockets.SPARE_CONNECTIONS
         assert process.num_threads() <= threads
     groups = [connect_rank(ports, rank) for rank in range(3)]
@@ -292,7 +292,7 @@ def test_ranks_that_left_or_are_gone_are_not_waited_for(
 def joined(port: TreeGroup) -> set[int]:
     """Return the ranks below that are connected, once none is left, or after a while."""
     server = port.server
-    assert isinstance(server, over_sockets.Server)
+    assert isinstance(server, over_sockets.HostServer)
     return settled(lambda: {wire.child for wire in list(server.wires.values()) if wire.child is not None})
 
 
@@ -316,7 +316,7 @@ def test_a_rank_that_is_owed_an_answer_stays_until_it_is_there(ports: list[TreeG
         assert deciding.wait(30)
         uplink, server = ports[2].uplink, ports[0].server
         assert uplink is not None
-        assert isinstance(server, over_sockets.Server)
+        assert isinstance(server, over_sockets.HostServer)
         uplink.close()
         ports[1].rounds.until_broken()
         assert [wire.child for wire in server.wires.values()] == [1], "it waits in its round"
@@ -330,7 +330,7 @@ def test_a_rank_that_is_owed_an_answer_stays_until_it_is_there(ports: list[TreeG
 def test_an_outcome_arrives_though_the_group_ended_before_it_was_sent(ports: list[TreeGroup]) -> None:
     groups = [connect_rank(ports, rank) for rank in range(3)]
     server, holding, go_on = ports[0].server, threading.Event(), threading.Event()
-    assert isinstance(server, over_sockets.Server)
+    assert isinstance(server, over_sockets.HostServer)
 
     def hold_up() -> None:
         holding.set()
@@ -357,7 +357,7 @@ def test_what_a_rank_says_last_is_sent_before_it_leaves(
     for rank in range(3):
         connect_rank(ports, rank)
     uplink, holding, go_on = ports[1].uplink, threading.Event(), threading.Event()
-    assert isinstance(uplink, over_sockets.Uplink)
+    assert isinstance(uplink, over_sockets.HostUplink)
 
     def hold_up() -> None:
         holding.set()

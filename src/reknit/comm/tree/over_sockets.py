@@ -273,7 +273,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Uplink(Loop[Wire]):
+class HostUplink(Loop[Wire]):
     """A rank's calls to its parent, rank `above` at `address`; `hello` is its first message."""
 
     def __init__(self, address: str, above: int, token: str, hello: Hello, options: CommOptions) -> None:
@@ -431,7 +431,7 @@ class Below(Wire):
     has_end = False
 
 
-class Server(Loop[Below]):
+class HostServer(Loop[Below]):
     """The server of a rank: answers the ranks below from its rounds.
 
     `host` is the value of `bind` for other groups of this host; the ranks below need only `address`.

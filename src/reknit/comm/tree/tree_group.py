@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Call, Topology
     from reknit.comm.meeting.rendezvous import Store
-    from reknit.comm.tree import over_grpc, over_sockets
+    from reknit.comm.tree.over_grpc import Server, Uplink
+    from reknit.comm.tree.over_sockets import HostServer, HostUplink
     from reknit.options import CommOptions
 
 _log = logging.getLogger("reknit.comm")
@@ -54,16 +55,16 @@ def warn_of_plain(num_hosts: int) -> None:
     )
 
 
-def _ends(*, is_unix: bool) -> Any:
-    """Return the module with the two ends of a connection."""
+def _ends(*, is_unix: bool) -> tuple[type[Any], type[Any]]:
+    """Return the classes of the server of a rank, and of the connection to the rank above."""
     if is_unix:
-        from reknit.comm.tree import over_sockets
+        from reknit.comm.tree.over_sockets import HostServer, HostUplink
 
-        return over_sockets
+        return HostServer, HostUplink
     with quietly():
-        from reknit.comm.tree import over_grpc  # gRPC is loaded only for ranks of several hosts
+        from reknit.comm.tree.over_grpc import Server, Uplink  # gRPC is for ranks of several hosts
 
-    return over_grpc
+    return Server, Uplink
 
 
 class TreeGroup:
@@ -105,16 +106,16 @@ class TreeGroup:
         self._listeners: list[Callable[[ReknitError], object]] = []
         self._announcing = threading.RLock()  # a listener may close the group, or listen again
         self._lock = threading.Lock()
-        self.uplink: over_sockets.Uplink | over_grpc.Uplink | None = None
+        self.uplink: HostUplink | Uplink | None = None
         """The connection to the rank above, once there is one."""
         self._joined = False
         self._closed = threading.Event()
         self._process = os.getpid()
-        self.server: over_sockets.Server | over_grpc.Server | None = None
+        self.server: HostServer | Server | None = None
         if children:
             with typed_known():
-                ends = _ends(is_unix=options.bind == UNIX)
-                self.server = ends.Server(self.rounds, self._hello, topology, options, master)
+                listen, _ = _ends(is_unix=options.bind == UNIX)
+                self.server = listen(self.rounds, self._hello, topology, options, master)
         self.address = self.server.address if self.server is not None else ""
         self.host = self.server.host if self.server is not None else None
         self._at_exit = AtExit(self.close)
@@ -252,16 +253,17 @@ class TreeGroup:
         if self.uplink is not None:
             self.uplink.close()
 
-    def _connect(self, above: int, address: str, token: str) -> over_sockets.Uplink | over_grpc.Uplink:
+    def _connect(self, above: int, address: str, token: str) -> HostUplink | Uplink:
         """Return the connection to the rank above; from now on each of the two notices the other's end."""
         check_owner(address)
-        connect: type[over_sockets.Uplink | over_grpc.Uplink] = _ends(is_unix=is_unix(address)).Uplink
+        _, connect = _ends(is_unix=is_unix(address))
         deadline, pauses = Deadline(self._options.connect_timeout_s), doubling(*_PAUSE_S)
         refused: Deadline | None = None
         while True:
             with self._lock:
                 self._check_open()
-                uplink = self.uplink = connect(address, above, token, self._hello, self._options)
+                uplink: HostUplink | Uplink = connect(address, above, token, self._hello, self._options)
+                self.uplink = uplink
             try:
                 uplink.greet(max(deadline.remaining(), _PAUSE_S[0]))
                 uplink.watch(self._break_off, max(deadline.remaining(), _PAUSE_S[0]))
