@@ -32,16 +32,20 @@ TOKEN = "a secret for the ranks of a test"
 # One rank of a job: it reads its task from its arguments, and prints its result or error.
 RANK = """
 import json, sys, time
+from pathlib import Path
 import numpy as np
+import psutil
 import reknit
 
-from reknit.comm.group import quietly
-with quietly():
-    import reknit.comm.tree.tree_group
+order = json.loads(sys.argv[1])
+if "tcp" in order["at"]:
+    from reknit.comm.group import quietly
+    with quietly():
+        import reknit.comm.tree.over_grpc
+import reknit.comm.tree.tree_group
 print(json.dumps("ready"), flush=True)
 sys.stdin.readline()
 
-order = json.loads(sys.argv[1])
 rank, size, path = order["rank"], order["size"], order["path"]
 if order["tls"] is not None:
     order["options"]["tls"] = reknit.Tls(**order["tls"])
@@ -69,6 +73,10 @@ assert np.array_equal(empty["model"]["w"], full["model"]["w"])
 assert np.array_equal(empty["model"]["b"], full["model"]["b"])
 assert empty["own"].value == {"rank": rank}
 assert "torch" not in sys.modules
+if "tcp" not in order["at"]:  # a store at an address speaks gRPC, and so do ranks of several hosts
+    agents = [Path(f"/proc/{child.pid}/maps").read_text() for child in psutil.Process().children()]
+    assert "grpc" not in sys.modules and len(agents) == (not order["wait"])
+    assert not any("grpc" in maps for maps in agents)
 print(json.dumps(["loaded", report.step]))
 reknit.close()
 group.close()
@@ -163,8 +171,8 @@ def whole(ranks: Sequence[Rank]) -> list[Any]:
     return list(said[0][0])
 
 
-def test_ranks_that_meet_in_a_folder_save_and_load_together(tmp_path: Path) -> None:
-    with job(f"file://{tmp_path}/meet", tmp_path / "checkpoint") as ranks:
+def test_ranks_of_one_host_that_meet_in_a_folder_save_and_load_without_grpc(tmp_path: Path) -> None:
+    with job(f"file://{tmp_path}/meet", tmp_path / "checkpoint", wait=False) as ranks:
         assert whole(ranks)[2] == [0, 0, 0]
 
 

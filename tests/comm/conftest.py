@@ -1,4 +1,4 @@
-"""Both backends, for every test of their common behaviour."""
+"""All backends, for every test of their common behaviour."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reknit.comm.tree.thread_group import thread_groups
+from tests.comm import worlds
 from tests.comm.worlds import join_tree
 
 if TYPE_CHECKING:
@@ -49,9 +50,25 @@ def notices() -> Iterator[Notices]:
     log.removeHandler(handler)
 
 
-@pytest.fixture(params=["threads", "tree-2"])
-def join(request: pytest.FixtureRequest) -> Iterator[Join]:
+@pytest.fixture(params=["unix", "127.0.0.1"], ids=["sockets", "grpc"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let ranks reach each other in both ways, one after the other."""
+    bind: str = request.param
+    monkeypatch.setattr(worlds, "BIND", bind)
+    return bind
+
+
+@pytest.fixture
+def over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks reach each other by gRPC only."""
+    monkeypatch.setattr(worlds, "BIND", "127.0.0.1")
+
+
+@pytest.fixture(params=["threads", "tree-2", "grpc-2"])
+def join(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     kind, _, fan_out = request.param.partition("-")
+    if kind == "grpc":
+        monkeypatch.setattr(worlds, "BIND", "127.0.0.1")
     with ExitStack() as stack:
 
         def make(size: int) -> Sequence[Group]:

@@ -1,4 +1,4 @@
-"""The promises of `Group.gather` and `Group.give`, kept by ranks in threads and by real gRPC."""
+"""The promises of `Group.gather` and `Group.give`, kept by ranks in threads, by sockets and by real gRPC."""
 
 from __future__ import annotations
 

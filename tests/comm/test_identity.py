@@ -23,7 +23,7 @@ from tests.comm.worlds import ask
 if TYPE_CHECKING:
     from pathlib import Path
 
-OPTIONS = CommOptions(bind="127.0.0.1", connect_timeout_s=90)
+OPTIONS = CommOptions(connect_timeout_s=90)
 
 
 def test_a_process_has_ended_once_it_was_killed_also_before_anyone_has_waited_for_it() -> None:

@@ -75,21 +75,13 @@ def test_ranks_of_one_host_meet_at_sockets_whose_names_are_gone_when_all_have_co
 
 
 def test_a_group_that_never_formed_leaves_no_name() -> None:
-    for port in unix_ports(3):
+    for port in listen_all(3):
         port.close()
-
-
-def unix_ports(size: int) -> list[TreeGroup]:
-    options = CommOptions(bind="unix", connect_timeout_s=30)
-    return [
-        TreeGroup(rank, Topology([0] * size, 2), job="job", generation=7, options=options)
-        for rank in range(size)
-    ]
 
 
 @needs_another_user
 def test_another_user_who_knows_address_and_token_cannot_connect() -> None:
-    ports = unix_ports(2)
+    ports = listen_all(2)
     path = ports[0].address.split()[0].removeprefix("unix:")
     assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
 
@@ -108,7 +100,7 @@ def test_another_user_who_knows_address_and_token_cannot_connect() -> None:
 @needs_another_user
 def test_a_socket_that_another_user_has_put_in_the_place_of_a_rank_is_not_used(tmp_path: Path) -> None:
     os.chown(tmp_path, NOBODY, NOBODY)
-    ports = unix_ports(2)
+    ports = listen_all(2)
     with pytest.raises(CommError, match="not private to this user"):
         ports[1].connect_parent(f"unix:{tmp_path}/ranks token")
     for port in ports:
@@ -144,7 +136,7 @@ def test_a_folder_for_temporary_files_whose_name_is_no_address_is_not_used(
 ) -> None:
     (temporary / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / name))
-    ports = unix_ports(2)
+    ports = listen_all(2)
     assert ports[0].address.startswith("unix:/tmp/reknit-")
     groups = [connect_rank(ports, rank) for rank in range(2)]
     assert endings(groups, ask) == [b""] * 2
@@ -157,7 +149,7 @@ def test_a_folder_for_temporary_files_that_cannot_be_written_is_done_without(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
-    ports = unix_ports(2)
+    ports = listen_all(2)
     assert ports[0].address.startswith("unix:/tmp/reknit-")
     for port in ports:
         port.close()
@@ -167,7 +159,7 @@ def test_a_folder_for_temporary_files_that_cannot_be_written_is_done_without(
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(CommError, match="No space left on device: '/dev/shm'") as caught:
-        unix_ports(2)
+        listen_all(2)
     assert "CommOptions.bind" in str(caught.value.remedy)
 
 
@@ -234,7 +226,7 @@ def test_a_rank_that_fails_after_all_have_met_is_heard_of_at_once_by_those_below
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_a_rank_whose_socket_nobody_serves_any_more_is_gone_at_once(how: str, tmp_path: Path) -> None:
-    ports = unix_ports(2)
+    ports = listen_all(2)
     address = ports[0].address
     if how == "killed":  # the name stays
         tmp_path.chmod(0o700)
@@ -250,6 +242,7 @@ def test_a_rank_whose_socket_nobody_serves_any_more_is_gone_at_once(how: str, tm
     ports[1].close()
 
 
+@pytest.mark.usefixtures("over_grpc")
 def test_a_rank_at_an_address_that_refuses_connections_is_gone_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "_REFUSED_S", 0.3)
     ports = listen_all(2, connect_timeout_s=60)
@@ -277,6 +270,7 @@ def first_bytes(stranger: socket.socket) -> bytes:
         return b""
 
 
+@pytest.mark.usefixtures("over_grpc")
 def test_hundreds_of_connections_that_say_nothing_are_turned_away_but_for_some() -> None:
     ports = listen_all(3)
     with ExitStack() as open_ones:
@@ -289,6 +283,7 @@ def test_hundreds_of_connections_that_say_nothing_are_turned_away_but_for_some()
         group.close()
 
 
+@pytest.mark.usefixtures("over_grpc")
 @pytest.mark.parametrize(
     ("said", "limit"),
     [(b"", "HANDSHAKE_MS"), (PREFACE + bytes(3) + b"\4" + bytes(5), "IDLE_MS")],
@@ -309,6 +304,7 @@ def test_a_connection_that_says_no_more_than_hello_is_hung_up_soon(
         port.close()
 
 
+@pytest.mark.usefixtures("over_grpc")
 def test_a_rank_that_has_joined_is_never_taken_for_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "HANDSHAKE_MS", 200)
     monkeypatch.setattr(serving, "IDLE_MS", 200)
@@ -324,7 +320,7 @@ def barrier_all(groups: list[TreeGroup]) -> None:
 
 
 def test_the_name_stays_while_somebody_is_yet_to_come(temporary: Path) -> None:
-    ports = unix_ports(3)
+    ports = listen_all(3)
     connect_rank(ports, 1)
     assert len(list(temporary.iterdir())) == 1
     connect_rank(ports, 2)

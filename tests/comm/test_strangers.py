@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import psutil
+import pytest
 
 from reknit.comm.group import barrier
 from reknit.testing.world import run_ranks
@@ -16,6 +17,8 @@ from tests.comm.worlds import ask, endings, tree_world
 if TYPE_CHECKING:
     from reknit.comm.group import Group
     from reknit.comm.tree.tree_group import TreeGroup
+
+pytestmark = pytest.mark.usefixtures("over_grpc")
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """The first bytes of every connection of HTTP/2."""

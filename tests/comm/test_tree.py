@@ -1,4 +1,4 @@
-"""The parts that only gRPC has: joining, tokens, sizes, stray calls, and the end of connections."""
+"""The parts that only trees have: joining, sizes, and the end of connections."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 HERE = "127.0.0.1"
 MIB = 1 << 20
+both = pytest.mark.usefixtures("transport")
 
 
 def test_ranks_join_through_a_shared_folder_and_deeper_than_one_level(tmp_path: Path) -> None:
@@ -48,6 +49,7 @@ def test_ranks_join_through_a_shared_folder_and_deeper_than_one_level(tmp_path: 
         ] == [b"%d" % rank for rank in range(13)]
 
 
+@both
 def test_megabytes_travel_up_and_down() -> None:
     with tree_world(4) as groups:
         for payload in (bytes(3 * MIB), os.urandom(3 * MIB)):
@@ -60,6 +62,7 @@ def test_megabytes_travel_up_and_down() -> None:
             assert others == [(None, payload)] * 3
 
 
+@both
 def test_requests_or_answers_that_are_too_large_fail_on_all_ranks_and_say_where() -> None:
     with tree_world(5, max_message_nbytes=10_000) as groups:
         for culprit in (1, 4):
@@ -83,12 +86,12 @@ def test_requests_or_answers_that_are_too_large_fail_on_all_ranks_and_say_where(
         assert endings(groups, ask) == [b""] * 5
 
 
-def test_a_report_larger_than_the_rank_above_takes_fails_on_both_with_a_remedy() -> None:
-    topology = Topology.flat(2, 2)
+def test_a_report_larger_than_the_rank_above_takes_fails_on_both_with_a_remedy(transport: str) -> None:
+    topology = Topology([0, 0], 2)
     narrow, wide = (
         TreeGroup(rank, topology, job="job", generation=GENERATION, options=options)
         for rank, options in enumerate(
-            CommOptions(bind=HERE, max_message_nbytes=nbytes) for nbytes in (2_000, MIB)
+            CommOptions(bind=transport, max_message_nbytes=nbytes) for nbytes in (2_000, MIB)
         )
     )
     groups = [narrow, wide]
@@ -103,7 +106,8 @@ def test_a_report_larger_than_the_rank_above_takes_fails_on_both_with_a_remedy()
         group.close()
 
 
-def test_a_message_above_what_grpc_takes_at_once_travels_all_the_same() -> None:
+@both
+def test_a_message_above_what_a_connection_takes_at_once_travels_all_the_same() -> None:
     payload = os.urandom(9 * MIB)
     assert dict(channel_settings())["grpc.max_receive_message_length"] < len(payload)
     with tree_world(3, fan_out=1) as groups:
@@ -179,6 +183,7 @@ def test_a_rank_outside_the_group_is_refused() -> None:
             TreeGroup.join(MemoryStore(), rank, size, job="job", options=CommOptions())
 
 
+@pytest.mark.usefixtures("over_grpc")  # the name of a socket is gone by then
 def test_a_second_process_with_a_taken_rank_is_refused_and_the_first_goes_on() -> None:
     ports = listen_all(2)
     groups = [connect_rank(ports, rank) for rank in range(2)]
@@ -191,6 +196,7 @@ def test_a_second_process_with_a_taken_rank_is_refused_and_the_first_goes_on() -
         port.close()
 
 
+@both
 def test_five_hundred_rounds_leave_the_number_of_threads_and_files_as_it_was() -> None:
     with tree_world(4) as groups:
 
@@ -206,6 +212,7 @@ def test_five_hundred_rounds_leave_the_number_of_threads_and_files_as_it_was() -
     assert len(new_files) <= 1, new_files
 
 
+@both
 def test_closed_groups_leave_no_thread_and_no_file_open() -> None:
     with tree_world(4) as groups:  # gRPC opens some files for good when it is first used
         endings(groups, ask)
@@ -217,6 +224,7 @@ def test_closed_groups_leave_no_thread_and_no_file_open() -> None:
     assert before.new_files() == set()
 
 
+@both
 def test_a_rank_that_closes_alone_leaves_no_connection_open() -> None:
     with tree_world(2) as groups:
         endings(groups, ask)
@@ -230,12 +238,19 @@ def test_a_rank_that_closes_alone_leaves_no_connection_open() -> None:
     root.close()
 
 
-def test_grpc_is_not_imported_before_a_tree_is_needed() -> None:
+def test_grpc_is_not_imported_for_ranks_of_one_host() -> None:
     script = (
         "import sys, reknit.comm.group, reknit.comm.tree.thread_group, reknit.comm.meeting.rendezvous\n"
         "import reknit.testing.world\n"
         "assert not {'grpc', 'torch'} & set(sys.modules)\n"
-        "import reknit.comm.tree.tree_group\n"
-        "assert 'grpc' in sys.modules and 'torch' not in sys.modules"
+        "from reknit.comm.group import Topology\n"
+        "from reknit.comm.tree.tree_group import TreeGroup\n"
+        "from reknit.options import CommOptions\n"
+        "for bind in ('unix', '127.0.0.1'):\n"
+        "    options = CommOptions(bind=bind)\n"
+        "    ranks = [TreeGroup(n, Topology([0, 0], 2), 'job', 7, options) for n in range(2)]\n"
+        "    ranks[1].connect_parent(ranks[0].address)\n"
+        "    assert ('grpc' in sys.modules) == (bind != 'unix') and 'torch' not in sys.modules\n"
+        "    for rank in ranks: rank.close()"
     )
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

@@ -14,6 +14,7 @@ import pytest
 
 from reknit.comm import round_errors
 from reknit.comm.group import Call
+from reknit.comm.tree import over_grpc
 from tests.comm.worlds import ask, endings, exchange, listen_all
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Group
     from reknit.comm.tree.tree_group import TreeGroup
+
+pytestmark = pytest.mark.usefixtures("over_grpc")
 
 _RESET = struct.pack("ii", 1, 0)
 
@@ -126,7 +129,7 @@ def test_a_rank_that_does_not_hear_is_waited_for_no_longer_than_a_moment(
 
 def open_calls(port: TreeGroup, wanted: int) -> int:
     """Return the number of calls that wait at a port, once it is as wanted, or after a while."""
-    assert port.server is not None
+    assert isinstance(port.server, over_grpc.Server)
     for _ in range(600):
         if port.server.num_open == wanted:
             break
@@ -143,7 +146,7 @@ def test_ranks_that_left_or_are_gone_are_not_waited_for(
         groups[2].close()
     else:
         for port in ports[2:] if ending == "one is lost" else ports[1:]:
-            assert port.uplink is not None
+            assert isinstance(port.uplink, over_grpc.Uplink)
             port.uplink.channel.close()
     assert groups[0].rounds.until_broken()
     assert open_calls(ports[0], 0) == 0, "all other ranks have received it"
@@ -170,7 +173,7 @@ def test_a_rank_that_is_owed_an_answer_has_not_heard_all(
     try:
         assert deciding.wait(30)
         uplink = ports[2].uplink
-        assert uplink is not None
+        assert isinstance(uplink, over_grpc.Uplink)
         uplink.channel.close()
         ports[1].rounds.until_broken()
         assert open_calls(ports[0], 2) == 2, "rank 1 has noticed that rank 2 is gone, and waits in its round"

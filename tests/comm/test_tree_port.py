@@ -20,6 +20,7 @@ from reknit.comm.tree.tree_group import TreeGroup
 from reknit.errors import CommError, DeadlineError, GroupClosedError, ProtocolError, UsageError
 from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
+from tests.comm import worlds
 from tests.comm.collectives import gather
 from tests.comm.worlds import GENERATION, Resources, ask, connect_rank, endings, listen_all, tree_world
 from tests.resources import threads
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     _Handler = grpc.GenericRpcHandler[bytes, bytes]
 else:
     _Handler = grpc.GenericRpcHandler  # generic in the stubs only
+
+
+both = pytest.mark.usefixtures("transport")
 
 
 @pytest.fixture
@@ -55,8 +59,8 @@ def stray_port(
     connect_timeout_s: float = 30,
 ) -> TreeGroup:
     """Return a port of a rank that does not have to belong to the others."""
-    options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
-    topology = Topology(range(size) if hosts is None else hosts, fan_out)
+    options = CommOptions(bind="127.0.0.1" if hosts else worlds.BIND, connect_timeout_s=connect_timeout_s)
+    topology = Topology([0] * size if hosts is None else hosts, fan_out)
     return TreeGroup(rank, topology, job=job, generation=generation, options=options)
 
 
@@ -120,6 +124,7 @@ def test_ranks_connect_in_any_order_and_hold_rounds(data: st.DataObject, fan_out
             port.close()
 
 
+@both
 def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_connected(
     ports: list[TreeGroup],
 ) -> None:
@@ -137,6 +142,7 @@ def test_a_rank_below_can_be_in_a_round_before_the_rank_above_it_has_connected(
     assert answers == [b"early"]
 
 
+@both
 @pytest.mark.parametrize("ending", ["closes", "is lost"])
 def test_a_rank_that_ends_before_the_rank_above_it_connected_is_heard_of_at_the_top(
     ports: list[TreeGroup], ending: str
@@ -160,6 +166,7 @@ def test_a_rank_that_ends_before_the_rank_above_it_connected_is_heard_of_at_the_
         ask(root)
 
 
+@both
 @pytest.mark.parametrize("closer", [0, 1])
 def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothing(
     ports: list[TreeGroup], closer: int
@@ -177,6 +184,7 @@ def test_ranks_hear_once_that_another_closed_and_the_one_that_closed_hears_nothi
     assert [len(ear.errors) for ear in [*ears, *seconds]] == [int(rank % 4 != closer) for rank in range(8)]
 
 
+@both
 def test_whoever_hears_of_a_round_that_broke_has_heard_of_the_group_before(ports: list[TreeGroup]) -> None:
     groups = [connect_rank(ports, rank) for rank in range(4)]
     order: list[str] = []
@@ -222,6 +230,7 @@ def test_what_hears_of_the_end_may_close_the_group_and_sign_the_error(ports: lis
     assert other.errors[0].path is None
 
 
+@both
 def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(ports: list[TreeGroup]) -> None:
     address = ports[0].address.split()[0]
     patient = stray_port(connect_timeout_s=20)
@@ -236,6 +245,7 @@ def test_an_address_with_a_wrong_token_is_refused_at_once_and_not_told(ports: li
     patient.close()
 
 
+@pytest.mark.usefixtures("over_grpc")
 def test_an_address_at_which_no_one_listens_any_more_is_given_up_at_the_deadline() -> None:
     ports = listen_all(2, connect_timeout_s=0.3)
     ports[0].close()
@@ -293,6 +303,7 @@ def test_a_rank_that_was_greeted_and_is_then_refused_does_not_join() -> None:
     port.close()
 
 
+@both
 def test_a_port_of_another_job_run_or_shape_does_not_get_in(ports: list[TreeGroup]) -> None:
     reasons: list[tuple[dict[str, Any], str]] = [
         ({"job": "other"}, "rank 1 belongs to job 'other', rank 0 to 'job'"),
@@ -347,6 +358,7 @@ def test_closing_a_port_ends_its_connect_to_a_rank_above(silent: bool) -> None:
         timer.join()
 
 
+@both
 def test_a_port_that_closes_without_connecting_is_heard_of_by_the_ranks_below(ports: list[TreeGroup]) -> None:
     leaf = connect_rank(ports, 3)
     ear = Ear(leaf)
@@ -360,6 +372,7 @@ def test_a_port_that_closes_without_connecting_is_heard_of_by_the_ranks_below(po
     assert never.errors == []
 
 
+@both
 def test_ports_that_close_without_connecting_leave_no_thread_and_no_file_open() -> None:
     with tree_world(4) as groups:  # gRPC opens some files for good when it is first used
         endings(groups, ask)

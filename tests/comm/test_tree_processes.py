@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 SIZE = 5
 LONG_S = 600.0
 WAIT_S = 100.0
+both = pytest.mark.parametrize("bind", ["unix", *["127.0.0.1"] * is_night()])
+"""Over sockets, and at night over gRPC too."""
 
 
-def be_rank(folder: str, rank: int, fan_out: int, test: Connection) -> None:
+def be_rank(folder: str, rank: int, fan_out: int, bind: str, test: Connection) -> None:
     """Run one rank: receive orders, and send their outcomes."""
-    options = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=60)
+    options = CommOptions(fan_out=fan_out, bind=bind, connect_timeout_s=60)
     if folder:
         group = TreeGroup.join(FolderStore(folder), rank, SIZE, job="job", options=options)
     else:
-        topology = Topology.flat(SIZE, fan_out)
+        topology = Topology([0] * SIZE, fan_out)
         group = TreeGroup(rank, topology, job="job", generation=7, options=options)
         test.send(("listens", group.address))
         group.connect_parent(test.recv()[0])
@@ -47,6 +49,11 @@ def be_rank(folder: str, rank: int, fan_out: int, test: Connection) -> None:
             group.close()
         elif verb == "listen for the end":
             group.on_broken(lambda error: test.send(("broken", error.message)))
+        elif verb == "fork":
+            if os.fork() == 0:
+                test.poll(WAIT_S)  # until the test has ended the rank's connection
+                os._exit(0)
+            test.send(("forked", ""))
         else:
             if verb == "interrupted round":
                 threading.Thread(target=interrupt, args=({"_next"},), daemon=True).start()
@@ -83,12 +90,13 @@ def interrupt(functions: set[str]) -> None:
 class Rank:
     """A rank in a process of its own, which joins through a folder, or by an address that it is sent."""
 
-    def __init__(self, folder: Path | None, rank: int, fan_out: int) -> None:
+    def __init__(self, folder: Path | None, rank: int, fan_out: int, bind: str = "unix") -> None:
         self.rank = rank
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["reknit.comm.tree.tree_group", __name__])
+        ends = [f"reknit.comm.tree.{name}" for name in ("tree_group", "over_grpc")]
+        context.set_forkserver_preload([*ends, __name__])
         self.connection, theirs = context.Pipe()
-        arguments = (str(folder or ""), rank, fan_out, theirs)
+        arguments = (str(folder or ""), rank, fan_out, bind, theirs)
         self.process = context.Process(target=be_rank, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -125,14 +133,14 @@ def carry_addresses(ranks: list[Rank], fan_out: int) -> None:
     """Send every rank the address of the rank above it, as launchers of ranks without a common store do."""
     addresses = [rank.ending()[1] for rank in ranks]
     for rank in reversed(ranks):
-        above = Topology.flat(SIZE, fan_out).parent(rank.rank)
+        above = Topology([0] * SIZE, fan_out).parent(rank.rank)
         rank.send("" if above is None else addresses[above])
 
 
 @contextmanager
-def world(folder: Path | None, fan_out: int) -> Iterator[list[Rank]]:
+def world(folder: Path | None, fan_out: int, bind: str = "unix") -> Iterator[list[Rank]]:
     """Start the ranks, which share no store when there is no folder, and hold a first round."""
-    ranks = [Rank(folder, rank, fan_out) for rank in range(SIZE)]
+    ranks = [Rank(folder, rank, fan_out, bind) for rank in range(SIZE)]
     try:
         if folder is None:
             carry_addresses(ranks, fan_out)
@@ -147,11 +155,11 @@ def world(folder: Path | None, fan_out: int) -> Iterator[list[Rank]]:
             rank.kill()
 
 
-@pytest.mark.parametrize("victim", [0, *[1] * is_night()])
+@pytest.mark.parametrize(("victim", "bind"), [(0, "unix"), *[(1, "127.0.0.1")] * is_night()])
 def test_when_a_rank_in_a_round_is_killed_the_others_hear_it_long_before_the_deadline(
-    tmp_path: Path, victim: int
+    tmp_path: Path, victim: int, bind: str
 ) -> None:
-    with world(tmp_path, 2) as ranks:
+    with world(tmp_path, 2, bind) as ranks:
         absent = 3  # keeps the round from ending
         for rank in ranks:
             if rank.rank != absent:
@@ -178,6 +186,21 @@ def test_when_a_rank_on_its_way_to_a_round_is_killed_the_others_hear_it_too(tmp_
             assert f"rank {victim} is gone" in message
 
 
+def test_a_rank_that_is_killed_is_missed_though_a_process_that_it_forked_lives_on(tmp_path: Path) -> None:
+    victim = 1
+    with world(tmp_path, 2) as ranks:
+        ranks[victim].send("fork")
+        assert ranks[victim].ending() == ("forked", "")
+        others = [rank for rank in ranks if rank.rank != victim]
+        for rank in others:
+            rank.begin("commit", LONG_S)
+        ranks[victim].signal(signal.SIGKILL)
+        for rank in others:
+            kind, message = rank.ending()
+            assert kind == "CommError"
+            assert f"rank {victim} is gone" in message
+
+
 def test_a_rank_that_is_stopped_is_named_when_the_deadline_is_over(tmp_path: Path) -> None:
     with world(tmp_path, 16) as ranks:
         ranks[2].signal(signal.SIGSTOP)
@@ -190,8 +213,9 @@ def test_a_rank_that_is_stopped_is_named_when_the_deadline_is_over(tmp_path: Pat
             assert "rank 2 did not come to round 1 ('commit') within 2 s" in message
 
 
-def test_a_rank_that_is_interrupted_tells_the_others_and_is_in_step_again(tmp_path: Path) -> None:
-    with world(tmp_path, 2) as ranks:
+@both
+def test_a_rank_that_is_interrupted_tells_the_others_and_is_in_step_again(tmp_path: Path, bind: str) -> None:
+    with world(tmp_path, 2, bind) as ranks:
         for victim in (0, 1):
             for rank in ranks:
                 if rank.rank not in (victim, 3):
@@ -223,8 +247,10 @@ def test_a_script_that_ends_without_closing_its_group_ends_and_the_others_hear_i
             assert f"rank {leaver} " in message
 
 
-def test_scripts_that_end_right_after_their_last_round_all_get_its_answer(tmp_path: Path) -> None:
-    with world(tmp_path, 1) as ranks:
+def test_scripts_that_end_right_after_their_last_round_all_get_its_answer(
+    tmp_path: Path, transport: str
+) -> None:
+    with world(tmp_path, 1, transport) as ranks:
         for rank in ranks:
             rank.begin("last", LONG_S, "last round")
         assert [rank.ending() for rank in ranks] == [("ok", "")] * SIZE
@@ -233,7 +259,7 @@ def test_scripts_that_end_right_after_their_last_round_all_get_its_answer(tmp_pa
 
 def test_ranks_that_share_no_store_hear_at_once_that_one_was_killed() -> None:
     victim = 4
-    with world(None, 2) as ranks:
+    with world(None, 2, "127.0.0.1") as ranks:
         others = [rank for rank in ranks if rank.rank != victim]
         for rank in others:
             rank.send("listen for the end")
@@ -266,8 +292,9 @@ def test_a_rank_that_closes_its_group_is_heard_of_by_the_others_and_not_by_itsel
                 rank.connection.recv()
 
 
-def test_a_rank_above_that_is_stopped_while_others_join_is_waited_for() -> None:
-    ranks = [Rank(None, rank, 2) for rank in range(SIZE)]
+@both
+def test_a_rank_above_that_is_stopped_while_others_join_is_waited_for(bind: str) -> None:
+    ranks = [Rank(None, rank, 2, bind) for rank in range(SIZE)]
     try:
         addresses = [rank.ending()[1] for rank in ranks]
         ranks[0].signal(signal.SIGSTOP)

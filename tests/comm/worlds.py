@@ -1,4 +1,4 @@
-"""Groups to test with: several ranks in this process, joined by threads or by real gRPC."""
+"""Groups to test with: several ranks in this process, joined by threads, by sockets, or by real gRPC."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 GENERATION = 7
 
+BIND = "unix"
+"""Where ranks listen: at sockets of this host, or with an IP address by gRPC, as tests of it set."""
+
 
 class Join(Protocol):
     """A function that makes the groups of a world of some size; the fixture `join` closes them."""
@@ -36,9 +39,9 @@ class Join(Protocol):
 def join_tree(
     size: int, fan_out: int = 2, store: Store | None = None, job: str = "job", **options: Any
 ) -> list[TreeGroup]:
-    """Return the groups of ranks that reach each other by gRPC on this host."""
+    """Return the groups of ranks that reach each other on this host."""
     shared = store or MemoryStore()
-    chosen = CommOptions(fan_out=fan_out, bind="127.0.0.1", connect_timeout_s=30, **options)
+    chosen = CommOptions(fan_out=fan_out, bind=BIND, connect_timeout_s=30, **options)
     with ThreadPoolExecutor(size) as pool:
         ranks = range(size)
         return list(pool.map(lambda rank: TreeGroup.join(shared, rank, size, job=job, options=chosen), ranks))
@@ -48,8 +51,8 @@ def listen_all(
     size: int, fan_out: int = 2, job: str = "job", connect_timeout_s: float = 30
 ) -> list[TreeGroup]:
     """Return the ports of ranks that share no store."""
-    options = CommOptions(bind="127.0.0.1", connect_timeout_s=connect_timeout_s)
-    topology = Topology.flat(size, fan_out)
+    options = CommOptions(bind=BIND, connect_timeout_s=connect_timeout_s)
+    topology = Topology([0] * size, fan_out)
     return [
         TreeGroup(rank, topology, job=job, generation=GENERATION, options=options) for rank in range(size)
     ]

@@ -168,10 +168,7 @@ def _joined(job: TrainingJob, options: CommOptions) -> Group:
 
 
 def _tree(store: Store, rank: int, size: int, job: str, options: CommOptions) -> Group:
-    with quietly():
-        from reknit.comm.tree.tree_group import (
-            TreeGroup,  # gRPC is loaded only when there is someone to talk to
-        )
+    from reknit.comm.tree.tree_group import TreeGroup  # a job of one rank does not need it
 
     return TreeGroup.join(store, rank, size, job=job, options=options)
 
@@ -268,7 +265,7 @@ def _addressed(
 ) -> Store:
     """Return the store at an address: rank 0 serves it, the others connect."""
     with quietly():
-        from reknit.comm.meeting import address_store  # gRPC is loaded only when there is someone to talk to
+        from reknit.comm.meeting import address_store  # it speaks gRPC
 
     point = address_store.Point.of(at)
     secret = address_store.checked_token(store_token() if token is None else token)

@@ -46,10 +46,7 @@ def joined(chunks: Iterable[bytes], max_nbytes: int) -> bytes:
         raise ProtocolError("a message is empty")
     (total,) = _TOTAL.unpack_from(first)
     if total > max_nbytes:
-        raise CommError(
-            f"a message of {total} bytes is larger than this rank's limit of {max_nbytes}",
-            remedy="give every rank the same CommOptions.max_message_nbytes",
-        )
+        raise beyond_limit(total, max_nbytes)
     found, nbytes = [memoryview(first)[_TOTAL.size :]], len(first) - _TOTAL.size
     for chunk in stream:
         nbytes += len(chunk)
@@ -61,6 +58,14 @@ def joined(chunks: Iterable[bytes], max_nbytes: int) -> bytes:
             f"a message of {total} bytes came with {nbytes}: truncated, or mixed up with another"
         )
     return b"".join(found)
+
+
+def beyond_limit(nbytes: int, max_nbytes: int) -> CommError:
+    """Return the refusal of a message that is larger than this rank takes."""
+    return CommError(
+        f"a message of {nbytes} bytes is larger than this rank's limit of {max_nbytes}",
+        remedy="give every rank the same CommOptions.max_message_nbytes",
+    )
 
 
 COMPRESS_NBYTES = 64 << 10
@@ -188,6 +193,10 @@ class Outcome(Heading, array_like=True, frozen=True, forbid_unknown_fields=True)
 
     answers: Parcel = Parcel()
     error: dict[str, Any] | None = None
+
+
+NOWHERE = Heading("", 0, -1, "", "")
+"""The round of a report that cannot be read."""
 
 
 class News(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

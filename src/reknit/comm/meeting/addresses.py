@@ -28,7 +28,7 @@ _PROBE_S = 2.0
 
 _UNIX_SCHEME = "unix:"
 _FITS_A_SOCKET = re.compile(r"/[A-Za-z0-9_./-]{0,70}")
-"""Folders whose names gRPC takes unchanged, and that leave room in the 107 letters of a socket's name."""
+"""Folders whose names need no quoting, and that leave room in the 107 letters of a socket's name."""
 
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
 
@@ -102,12 +102,17 @@ def is_unix(address: str) -> bool:
     return address.startswith(_UNIX_SCHEME)
 
 
+def socket_path(address: str) -> str:
+    """Return the path of a socket of this host."""
+    return address[len(_UNIX_SCHEME) :]
+
+
 def check_owner(address: str) -> None:
     """Raise `CommError` where a socket is in a folder that another user made, or could enter."""
     if not is_unix(address):
         return
     try:
-        folder = os.stat(os.path.dirname(address[len(_UNIX_SCHEME) :]))
+        folder = os.stat(os.path.dirname(socket_path(address)))
     except OSError:
         return  # the connection then fails
     if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) & 0o077:
@@ -123,7 +128,7 @@ def deserted(address: str) -> bool:
         if is_unix(address):
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(0)
-                probe.connect(address[len(_UNIX_SCHEME) :])
+                probe.connect(socket_path(address))
         else:
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()

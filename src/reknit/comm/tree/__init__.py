@@ -1,1 +1,1 @@
-"""Rounds between the ranks of a tree, in one process or over gRPC."""
+"""Rounds between the ranks of a tree, in one process, over sockets of one host, or over gRPC."""

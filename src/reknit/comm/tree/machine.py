@@ -1,9 +1,9 @@
 """The state machine of one rank in the rounds of a tree, without any input or output of its own.
 
 A `RoundMachine` has no threads, no clock and no network.  Its inputs are method calls.  Each returns the
-effects that it causes, in order, and the driver of the machine carries them out: over gRPC, or in a simulated
-world.  Rounds are counted by every rank alone, so a rank that failed a round is in step again in the next.  A
-message that repeats or comes after the end of its round changes nothing, in any order of arrival.  Once
+effects that it causes, in order, and the driver of the machine carries them out: in a process, or in a
+simulated world.  Rounds are counted by every rank alone, so a rank that failed a round is in step again in
+the next.  A message that repeats or comes after the end of its round changes nothing, in any order.  Once
 broken, a machine stays broken: no round can succeed without the lost rank.
 """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.group import Call
-    from reknit.comm.rank_messages import Outcome, Report
+    from reknit.comm.rank_messages import Hello, News, Outcome, Report
     from reknit.comm.tree.machine import Effect, RoundMachine
 
     OnEnd = Callable[[Outcome | ReknitError], object]
@@ -68,7 +68,7 @@ class Visit(Struct, eq=False):
 
 
 class Rounds:
-    """The rounds of one rank, one after another, and the calls of the ranks below it, each in a thread."""
+    """The rounds of one rank, one after another, and the calls of the ranks below it."""
 
     def __init__(
         self, machine: RoundMachine, children: Sequence[int], processes: Mapping[int, str] | None = None
@@ -90,6 +90,8 @@ class Rounds:
         self._visits: dict[int, Visit] = {}
         self._attached: set[int] = set()
         self._due: deque[SendReport | Decide | Warn | RoundDone] = deque()
+        self.on_change: Callable[[], object] = int
+        """The function to call when there may be a message for a child; it never waits."""
 
     def connect(self, above: Above) -> None:
         """Take the connection to the parent, and send it the error if the group is broken already."""
@@ -132,6 +134,7 @@ class Rounds:
             return
         try:
             self._put(self._machine.leave, error)
+            self.on_change()  # Ctrl-C may have come between an outcome and this call
             for effect in self._rest():
                 if isinstance(effect, SendReport):
                     self._report(effect.report, again=True)
@@ -208,21 +211,46 @@ class Rounds:
         # The machine gives up first; the limit is for a process that is stopped.
         above.ask(report, min(due_s + round_errors.GRACE_S, round_errors.FOREVER_S), on_end)
 
-    # Called for the children, each from a thread of its own.
+    # Called for the children, from threads of the server.
 
-    def greet(self, child: int) -> None:
-        """Raise `ProtocolError` if `child` is not a child here, or another process had its rank before."""
+    def known(self, theirs: Hello) -> int:
+        """Return the rank that sent a hello; raises `ProtocolError` unless it belongs to this group."""
+        self._check_job(theirs.rank, theirs)
+        if theirs.topology != self._machine.hello.topology:
+            raise round_errors.wrong_topology(theirs.rank, self.rank)
+        return theirs.rank
+
+    def greet(self, theirs: Hello) -> int:
+        """Return the child that sends a hello.
+
+        Raises `ProtocolError` if it is not a child here, or another process had its rank before.
+        """
+        child = self.known(theirs)
         with self.changed:
             if child not in self._children:
                 raise ProtocolError(f"rank {child} does not report to rank {self.rank}")
             if child in self._attached:
                 raise round_errors.duplicate_rank(child)
+        return child
 
-    def attach(self, child: int) -> None:
-        """Note that `child` is connected: from now on, its end breaks the group.  Raises `ProtocolError`."""
+    def attach(self, theirs: Hello) -> int:
+        """Return the child that is connected: from now on, its end breaks the group.
+
+        Raises `ProtocolError`, as `greet` does.
+        """
         with self.changed:
-            self.greet(child)
+            child = self.greet(theirs)
             self._attached.add(child)
+        return child
+
+    def receive_news(self, news: News) -> None:
+        """Take the error that broke the group from below.  Raises `ProtocolError` for another group."""
+        self._check_job(news.sender, news)
+        self.break_off(from_wire(news.error), news.sender)
+
+    def _check_job(self, rank: int, message: Hello | News) -> None:
+        if (refusal := round_errors.wrong_job(rank, message, self._machine.hello)) is not None:
+            raise refusal
 
     def attend(self, report: Report) -> Visit:
         """Take a child's report; raises `ReknitError` and changes nothing if it does not fit this round."""
@@ -244,19 +272,21 @@ class Rounds:
     def answer(self, visit: Visit) -> Outcome | None:
         """Wait for the end of the visit's round, and return the child's outcome; None if the child hung up.
 
-        Logs, once for all children, that they have waited for long and this rank has not made their call.
+        Logs that the children have waited for long.
         """
         with self.changed:
             if visit.report.opens and not self.changed.wait_for(lambda: visit.over, round_errors.NOTICE_S):
-                self._note_own_absence(visit)
+                self.note_own_absence(visit)
             self.changed.wait_for(lambda: visit.over)
             return visit.outcome
 
-    def _note_own_absence(self, visit: Visit) -> None:
-        if not self._machine.idle or not self._noted < visit.number == self._machine.number:
-            return
-        self._noted = visit.number
-        waiting = sorted(child for child, other in self._visits.items() if other.number == visit.number)
+    def note_own_absence(self, visit: Visit) -> None:
+        """Log, once for all children, that they have waited for long and this rank has not made the call."""
+        with self.changed:
+            if not self._machine.idle or not self._noted < visit.number == self._machine.number:
+                return
+            self._noted = visit.number
+            waiting = sorted(child for child, other in self._visits.items() if other.number == visit.number)
         _log.warning("%s", round_errors.awaited(visit.report, waiting, {self.rank: 0}))
 
     def leave(self, visit: Visit) -> None:
@@ -301,8 +331,10 @@ class Rounds:
 
     def _take(self, effects: list[Effect]) -> None:
         """Answer the children that wait, and leave the rest to the rank's own thread; with the lock held."""
+        any_outcome = False
         for effect in effects:
             if isinstance(effect, SendOutcome):
+                any_outcome = True
                 visit = self._visits.get(effect.child)
                 if visit is not None and visit.number == effect.outcome.number:
                     del self._visits[effect.child]
@@ -310,6 +342,8 @@ class Rounds:
             elif isinstance(effect, (SendReport, Decide, Warn, RoundDone)):
                 self._due.append(effect)
         self.changed.notify_all()
+        if any_outcome or self._machine.broken is not None:
+            self.on_change()
 
     def _hang_up(self, visit: Visit | None) -> None:
         if visit is not None:

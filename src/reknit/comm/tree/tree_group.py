@@ -1,8 +1,8 @@
-"""Rounds between processes: a tree of gRPC calls, one per rank and round, guarded by a token of each server.
+"""Rounds between processes: a tree of calls, one per rank and round, guarded by a token of each server.
 
-A rank calls its parent with all requests of its subtree, and the reply holds all answers for its subtree.  A
-second call stays open as long as both live: its end shows each side that the other is gone.  Nothing here
-depends on the subject of a round.
+A rank calls its parent with all requests of its subtree, and the reply holds all answers for its subtree.
+Each of the two notices the end of the other.  Ranks of one host send frames through sockets of that host, all
+others use gRPC.  Nothing here depends on the subject of a round.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import os
 import threading
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reknit.comm import round_errors
-from reknit.comm.group import doubling
+from reknit.comm.group import doubling, quietly
 from reknit.comm.meeting.addresses import check_owner, deserted, is_unix
 from reknit.comm.meeting.hosts import gather_shape
 from reknit.comm.meeting.rendezvous import address_of, publish_address, publish_leaving
-from reknit.comm.tree.client import Uplink
 from reknit.comm.tree.machine import RoundMachine
 from reknit.comm.tree.rounds import Rounds
-from reknit.comm.tree.server import Server
 from reknit.errors import CommError, ProtocolError, ReknitError, UsageError, typed_known
 from reknit.events.phase import Deadline
 from reknit.options import UNIX
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
 
     from reknit.comm.group import Call, Topology
     from reknit.comm.meeting.rendezvous import Store
+    from reknit.comm.tree.over_grpc import Server, Uplink
+    from reknit.comm.tree.over_sockets import HostServer, HostUplink
     from reknit.options import CommOptions
 
 _log = logging.getLogger("reknit.comm")
@@ -53,6 +53,18 @@ def warn_of_plain(num_hosts: int) -> None:
         num_hosts,
         "" if num_hosts == 1 else "s",
     )
+
+
+def _ends(*, is_unix: bool) -> tuple[type[Any], type[Any]]:
+    """Return the classes of the server of a rank, and of the connection to the rank above."""
+    if is_unix:
+        from reknit.comm.tree.over_sockets import HostServer, HostUplink
+
+        return HostServer, HostUplink
+    with quietly():
+        from reknit.comm.tree.over_grpc import Server, Uplink  # gRPC is for ranks of several hosts
+
+    return Server, Uplink
 
 
 class TreeGroup:
@@ -94,13 +106,16 @@ class TreeGroup:
         self._listeners: list[Callable[[ReknitError], object]] = []
         self._announcing = threading.RLock()  # a listener may close the group, or listen again
         self._lock = threading.Lock()
-        self.uplink: Uplink | None = None
+        self.uplink: HostUplink | Uplink | None = None
         """The connection to the rank above, once there is one."""
         self._joined = False
         self._closed = threading.Event()
         self._process = os.getpid()
-        with typed_known():
-            self.server = Server(self.rounds, self._hello, topology, options, master) if children else None
+        self.server: HostServer | Server | None = None
+        if children:
+            with typed_known():
+                listen, _ = _ends(is_unix=options.bind == UNIX)
+                self.server = listen(self.rounds, self._hello, topology, options, master)
         self.address = self.server.address if self.server is not None else ""
         self.host = self.server.host if self.server is not None else None
         self._at_exit = AtExit(self.close)
@@ -238,15 +253,17 @@ class TreeGroup:
         if self.uplink is not None:
             self.uplink.close()
 
-    def _connect(self, above: int, address: str, token: str) -> Uplink:
+    def _connect(self, above: int, address: str, token: str) -> HostUplink | Uplink:
         """Return the connection to the rank above; from now on each of the two notices the other's end."""
         check_owner(address)
+        _, connect = _ends(is_unix=is_unix(address))
         deadline, pauses = Deadline(self._options.connect_timeout_s), doubling(*_PAUSE_S)
         refused: Deadline | None = None
         while True:
             with self._lock:
                 self._check_open()
-                uplink = self.uplink = Uplink(address, above, token, self._hello, self._options)
+                uplink: HostUplink | Uplink = connect(address, above, token, self._hello, self._options)
+                self.uplink = uplink
             try:
                 uplink.greet(max(deadline.remaining(), _PAUSE_S[0]))
                 uplink.watch(self._break_off, max(deadline.remaining(), _PAUSE_S[0]))

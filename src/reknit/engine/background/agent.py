@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from reknit.comm.group import Group, SoloGroup, Topology, quietly
+from reknit.comm.group import Group, SoloGroup, Topology
 from reknit.engine.background import messages
 from reknit.engine.background.lanes import Lanes, work
 from reknit.engine.stored.agents import Note
@@ -156,10 +156,7 @@ class Agent:
             self._group = SoloGroup(join.generation)
             self._channel.try_send(messages.Listening("", None))
             return
-        with quietly():
-            from reknit.comm.tree.tree_group import (
-                TreeGroup,  # brings gRPC, which a job of one rank does not need
-            )
+        from reknit.comm.tree.tree_group import TreeGroup  # a job of one rank does not need it
 
         assert join.generation is not None
         self._comm = CommOptions(**join.comm)

@@ -8,7 +8,6 @@ import secrets
 from typing import TYPE_CHECKING
 
 from reknit.comm import group as comm
-from reknit.comm.group import quietly
 from reknit.engine import messages
 from reknit.system import start_thread
 
@@ -28,10 +27,7 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
     """
     if group.size == 1:
         return comm.SoloGroup()
-    with quietly():
-        from reknit.comm.tree.tree_group import (
-            TreeGroup,  # gRPC is loaded only when there is someone to talk to
-        )
+    from reknit.comm.tree.tree_group import TreeGroup  # a job of one rank does not need it
 
     side: TreeGroup | None = None
     try:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from reknit.comm.rank_messages import Report
     from reknit.errors import ReknitError
 
+pytestmark = pytest.mark.usefixtures("over_grpc")
+
 HERE = "127.0.0.1"
 MIB = 1 << 20
 
@@ -89,7 +91,7 @@ def test_a_call_with_a_wrong_token_is_refused_and_logged_once(caplog: pytest.Log
 
 def test_what_a_stranger_sends_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
-    monkeypatch.setattr("reknit.comm.tree.server.joined", lambda chunks, _: read.extend(chunks))
+    monkeypatch.setattr("reknit.comm.tree.over_grpc.joined", lambda chunks, _: read.extend(chunks))
     taken: list[int] = []
 
     def flood() -> Iterator[bytes]:
