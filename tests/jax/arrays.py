@@ -338,6 +338,10 @@ def check_the_private_parts_of_jax_mean_what_they_meant(folder: str) -> None:
         assert pytree.implementation(made.dtype) == str(jax.random.key_impl(made)) == name
         assert pytree.key_shape(made.dtype) == jax.random.key_data(made).shape
     strong = put(np.arange(8, dtype=np.float32), "x")
+    shards = strong.addressable_shards
+    assert [id(data) for data in pytree.all_data(strong)] == [id(shard.data) for shard in shards]
+    indices = strong.sharding.addressable_devices_indices_map(strong.shape).values()
+    assert [shard.index for shard in shards] == [*indices]
     turned = pytree.weakly_typed(strong)
     assert turned.weak_type
     assert not strong.weak_type

@@ -149,7 +149,10 @@ def _cut_of(array: Any, place: Place, world: World) -> _Cut:
 def _memories(array: Any, cut: _Cut, world: World) -> Sequence[Any]:
     """Return the data in each box of an array, each as an array of one device."""
     if cut.on_host and not pytree.is_key_dtype(array.dtype):
-        return [*map(array.addressable_data, cut.numbers)]
+        if len(cut.numbers) == 1:
+            return [array.addressable_data(cut.numbers[0])]
+        data = pytree.all_data(array)
+        return [data[number] for number in cut.numbers]
 
     def find() -> list[Any]:
         return [without_host_copy(array.addressable_data(number)) for number in cut.numbers]
