@@ -63,11 +63,7 @@ class JaxArrays:
                 f"{place} is a jax.Array, which cannot be changed", remedy="put it into a dict or a list"
             )
         _require_values(tensor, place, world)
-        cut = _cut_of(tensor, place, world)
-        # On a CPU this is the array's own memory, elsewhere a copy.
-        data = map(np.asarray, _memories(tensor, cut, world))
-        parts = tuple(zip(cut.boxes, data, strict=True))
-        return View(cut.spec, parts, world.alone, ("jax", id(tensor)), holders=cut.holders)
+        return _view(tensor, _cut_of(tensor, place, world), world)
 
     def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> None:
         """Return None: an array has memory of its own."""
@@ -125,6 +121,7 @@ class _Cut(NamedTuple):
     numbers: tuple[int, ...]
     holders: tuple[Replicas, ...] | None
     on_host: bool
+    has_keys: bool
 
 
 def _cut_of(array: Any, place: Place, world: World) -> _Cut:
@@ -141,14 +138,23 @@ def _cut_of(array: Any, place: Place, world: World) -> _Cut:
         replicas = _replicas(sharding, shape, world)
         holders = None if replicas is None else tuple(replicas[box] for box in numbers)
         boxes = tuple(with_data(box, spec) for box in numbers)
-        return _Cut(spec, boxes, tuple(numbers.values()), holders, is_on_host(sharding))
+        on_host, has_keys = is_on_host(sharding), pytree.is_key_dtype(dtype)
+        return _Cut(spec, boxes, tuple(numbers.values()), holders, on_host, has_keys=has_keys)
 
     return world.once(("jax cut", sharding, shape, dtype), find)
 
 
+def _view(array: Any, cut: _Cut, world: World) -> View:
+    """Return the view of an array with these facts, to read it."""
+    # On a CPU this is the array's own memory, elsewhere a copy.
+    data = map(np.asarray, _memories(array, cut, world))
+    parts = tuple(zip(cut.boxes, data, strict=True))
+    return View(cut.spec, parts, world.alone, ("jax", id(array)), holders=cut.holders)
+
+
 def _memories(array: Any, cut: _Cut, world: World) -> Sequence[Any]:
     """Return the data in each box of an array, each as an array of one device."""
-    if cut.on_host and not pytree.is_key_dtype(array.dtype):
+    if cut.on_host and not cut.has_keys:
         if len(cut.numbers) == 1:
             return [array.addressable_data(cut.numbers[0])]
         data = pytree.all_data(array)
@@ -238,15 +244,17 @@ class JaxArrayAdapter(Adapter):
                 f"{place} is a jax.ShapeDtypeStruct, which has no values",
                 remedy="save arrays; abstract ones are for loading",
             )
-        _require_values(value, place, saving.world)
-        if not _cut_of(value, place, saving.world).on_host:
-            saving.world.once("jax copies", lambda: start_copies(saving.state, saving.world))
+        world = saving.world
+        _require_values(value, place, world)
+        cut = _cut_of(value, place, world)
+        if not cut.on_host:
+            world.once("jax copies", lambda: start_copies(saving.state, world))
         first = len(saving.shards)
-        saving.tensor(value, place)
-        unchanging = saving.world.once("jax arrays", UnchangingArrays)
+        saving.view(_view(value, cut, world), place, value)
+        unchanging = world.once("jax arrays", UnchangingArrays)
         unchanging.arrays += [shard.memory for shard in saving.shards[first:]]
         saving.barriers.append(unchanging)
-        if pytree.is_key_dtype(value.dtype):
+        if cut.has_keys:
             saving.blob(pytree.implementation(value.dtype), place.below(IMPLEMENTATION))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:
