@@ -19,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 import reknit
 from reknit.errors import MismatchError, StateError
 from reknit.frameworks import registry
+from reknit.frameworks.walk.walk import Place, World
 from reknit.integrations.jax import arrays as jax_arrays
 from reknit.integrations.jax import pytree
+from reknit.integrations.jax.filling import Filling
 from tests.jax import training
 from tests.jax.trees import raises
 
@@ -216,6 +218,20 @@ def check_a_save_keeps_no_memory_and_lets_arrays_be_donated_after(folder: str) -
     loaded = target["a"]
     after = jax.jit(lambda x: x + 1, donate_argnums=0)(loaded)
     assert all(np.asarray(shard.data)[0] == shard.index[0].start + 1 for shard in after.addressable_shards)
+
+
+def check_a_large_array_on_a_cpu_keeps_the_memory_that_a_load_fills(folder: str) -> None:
+    for array in (put(np.zeros((1 << 16, 4), jnp.bfloat16), "x"), jnp.zeros(1 << 16)):
+        filling = Filling.like(array, Place("a"))
+        memories = [memory for _, memory in filling.view(World(0, 1, (0,))).parts]
+        for memory in memories:
+            memory[...] = 3
+        loaded = filling.filled()
+        addresses = {memory.__array_interface__["data"][0] for memory in memories}
+        assert {shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards} == addresses
+        after = jax.jit(lambda x: x + 1, donate_argnums=0)(loaded)
+        assert all(np.all(np.asarray(shard.data) == 4) for shard in after.addressable_shards)
+        assert all(np.all(memory == 3) for memory in memories)
 
 
 def check_deleted_and_traced_and_abstract_arrays_are_refused(folder: str) -> None:
