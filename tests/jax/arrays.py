@@ -335,7 +335,7 @@ def check_device_copies_begin_before_any_is_waited_for(folder: str) -> None:
 
     apart, on_host = jax_arrays.without_host_copy, jax_arrays.is_on_host
     jax_arrays.without_host_copy = lambda data: Remote(apart(data))
-    jax_arrays.is_on_host = lambda data: False
+    jax_arrays.is_on_host = lambda sharding: False
     try:
         held = registry.collect(
             {"a": put(np.ones(8), "x"), "b": [jnp.ones(3), training.OPTIMIZER.init({"w": jnp.ones(2)})]}, 0, 1
