@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 import reknit
 from reknit.errors import MismatchError, StateError
 from reknit.frameworks import registry
-from reknit.frameworks.walk.walk import World
+from reknit.frameworks.walk.walk import Place, World
 from reknit.integrations.jax import arrays as jax_arrays
 from reknit.integrations.jax import pytree
+from reknit.integrations.jax.filling import Filling
 from tests.jax import training
 from tests.jax.trees import raises
 
@@ -204,8 +205,9 @@ def check_a_save_keeps_no_memory_and_lets_arrays_be_donated_after(folder: str) -
     reknit.save(folder, {"a": array, "one": one})
     # JAX keeps a host copy with its source array, so the source must not be an array that lives on.
     live = [one, *(shard.data for shard in array.addressable_shards)]
-    apart = [data for a in (one, array) for data in jax_arrays.local_boxes(a, World(0, 1, (0,))).values()]
+    apart = [jax_arrays.without_host_copy(data) for data in live]
     assert {id(data) for data in live}.isdisjoint(map(id, apart))
+    assert [data._npy_value for data in live] == [None] * len(live)  # on a CPU there is no copy
     del live, apart
     gc.collect()
     jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(array))
@@ -216,6 +218,20 @@ def check_a_save_keeps_no_memory_and_lets_arrays_be_donated_after(folder: str) -
     loaded = target["a"]
     after = jax.jit(lambda x: x + 1, donate_argnums=0)(loaded)
     assert all(np.asarray(shard.data)[0] == shard.index[0].start + 1 for shard in after.addressable_shards)
+
+
+def check_a_large_array_on_a_cpu_keeps_the_memory_that_a_load_fills(folder: str) -> None:
+    for array in (put(np.zeros((1 << 16, 4), jnp.bfloat16), "x"), jnp.zeros(1 << 16)):
+        filling = Filling.like(array, Place("a"))
+        memories = [memory for _, memory in filling.view(World(0, 1, (0,))).parts]
+        for memory in memories:
+            memory[...] = 3
+        loaded = filling.filled()
+        addresses = {memory.__array_interface__["data"][0] for memory in memories}
+        assert {shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards} == addresses
+        after = jax.jit(lambda x: x + 1, donate_argnums=0)(loaded)
+        assert all(np.all(np.asarray(shard.data) == 4) for shard in after.addressable_shards)
+        assert all(np.all(memory == 3) for memory in memories)
 
 
 def check_deleted_and_traced_and_abstract_arrays_are_refused(folder: str) -> None:
@@ -319,7 +335,7 @@ def check_device_copies_begin_before_any_is_waited_for(folder: str) -> None:
 
     apart, on_host = jax_arrays.without_host_copy, jax_arrays.is_on_host
     jax_arrays.without_host_copy = lambda data: Remote(apart(data))
-    jax_arrays.is_on_host = lambda data: False
+    jax_arrays.is_on_host = lambda sharding: False
     try:
         held = registry.collect(
             {"a": put(np.ones(8), "x"), "b": [jnp.ones(3), training.OPTIMIZER.init({"w": jnp.ones(2)})]}, 0, 1
@@ -338,6 +354,10 @@ def check_the_private_parts_of_jax_mean_what_they_meant(folder: str) -> None:
         assert pytree.implementation(made.dtype) == str(jax.random.key_impl(made)) == name
         assert pytree.key_shape(made.dtype) == jax.random.key_data(made).shape
     strong = put(np.arange(8, dtype=np.float32), "x")
+    shards = strong.addressable_shards
+    assert [id(data) for data in pytree.all_data(strong)] == [id(shard.data) for shard in shards]
+    indices = strong.sharding.addressable_devices_indices_map(strong.shape).values()
+    assert [shard.index for shard in shards] == [*indices]
     turned = pytree.weakly_typed(strong)
     assert turned.weak_type
     assert not strong.weak_type

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reknit.engine.memory.devices import BounceBuffers, Staging, changes, copied_later
-from reknit.engine.memory.elements import Range, Sample, itemsize, stage
+from reknit.engine.memory.elements import Range, Sample, stage
 from reknit.engine.memory.images import Sources
 from reknit.engine.memory.workers import arena_spans, run_jobs
 from reknit.environment import num_threads
@@ -67,11 +67,17 @@ class Deferred:
         self._watched: list[tuple[Shard, Barrier, int | None]] = []
         ranges: list[Range] = []
         sources, clones = images[0].sources if images else Sources(()), dict[int, Any]()
+        runs = sources.addresses.tolist()
 
         def group_of(entry: EntryRow) -> str:
             nonlocal room
+            run = runs[entry.shard]
+            if run and entry.nbytes <= SMALL_NBYTES:
+                return "now"
             source = sources[entry.shard]
-            barrier = guard.before(source, entry)
+            barrier = guard.before(source, entry, run)
+            if barrier is None and run:
+                return "now"
             if barrier is None:
                 if is_queued(source) and source.nbytes <= min(SMALL_NBYTES, room):
                     room -= source.nbytes
@@ -83,7 +89,7 @@ class Deferred:
             shard = holdings.shards[entry.shard]
             self._watched.append((shard, barrier, changes(shard.data)))
             ranges.append(Range(source, entry.first, entry.numel))
-            return "queued" if is_queued(source) else "later"
+            return "later" if run or not is_queued(source) else "queued"
 
         groups = [np.array([group_of(entry) for entry in image.entries.rows()]) for image in images]
         sources = sources.instead(clones)
@@ -133,12 +139,15 @@ class _Guard:
         for ranges in self._ranges.values():
             ranges.sort(key=itemgetter(0, 1))
 
-    def before(self, source: Any, entry: EntryRow) -> Barrier | None:
-        """Return the barrier that guards all bytes of an entry, or None if they must be copied now."""
-        if not self._ranges or entry.nbytes <= SMALL_NBYTES or not copied_later(source):
+    def before(self, source: Any, entry: EntryRow, run: int) -> Barrier | None:
+        """Return the barrier that guards all bytes of an entry, or None if they must be copied now.
+
+        `run` is the address of a source that is one run of host memory, else 0.
+        """
+        if not self._ranges or entry.nbytes <= SMALL_NBYTES or not (run or copied_later(source)):
             return None
-        memory, first_byte = memory_of(source)
-        start = first_byte + entry.first * itemsize(source)
+        memory, first_byte = ("cpu", run) if run else memory_of(source)
+        start = first_byte + entry.first * (entry.nbytes // entry.numel)
         ranges = self._ranges.get(memory, [])
         number = bisect_right(ranges, start, key=itemgetter(0)) - 1
         if number < 0:

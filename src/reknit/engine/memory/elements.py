@@ -15,7 +15,7 @@ from msgspec import Struct
 from reknit.format.checksum import digest
 from reknit.types import devices
 from reknit.types.box import Box, flat_range_boxes
-from reknit.types.devices import current_stream, device_of, on_stream, side_stream
+from reknit.types.devices import current_stream, on_stream, side_stream
 from reknit.types.dtype import numpy_dtype
 
 if TYPE_CHECKING:
@@ -308,9 +308,10 @@ class Sample:
         self._ranges = ranges
         on_devices: dict[Any, list[int]] = {}
         for number, one in enumerate(ranges):
-            if device_of(one.source) is not None:
+            if not isinstance(one.source, np.ndarray):
                 on_devices.setdefault(one.source.device, []).append(number)
-        self._digests = {n: _digest(one) for n, one in enumerate(ranges) if device_of(one.source) is None}
+        on_host = [n for n, one in enumerate(ranges) if isinstance(one.source, np.ndarray)]
+        self._digests = {number: _digest(ranges[number]) for number in on_host}
         self._lots = {device: list(_lots(ranges, numbers)) for device, numbers in on_devices.items()}
         # On the current stream, which also changes the memory later, so that the sums come first.
         self._sums = {device: self._summed(lots) for device, lots in self._lots.items()}
@@ -377,10 +378,9 @@ def _num_lines(one: Range) -> int:
 
 
 def _digest(one: Range) -> int:
-    memory: NDArray[np.uint8] | None = contiguous_bytes(one.source)
-    assert memory is not None
-    start = one.first * itemsize(one.source)
-    lines: Any = np.ndarray((_num_lines(one),), f"V{LINE_NBYTES}", memory, start, (STRIDE_NBYTES,))
+    nbytes = one.source.itemsize
+    start, count = one.first * nbytes, (one.numel * nbytes - LINE_NBYTES) // STRIDE_NBYTES + 1
+    lines: Any = np.ndarray((count,), f"V{LINE_NBYTES}", one.source, start, (STRIDE_NBYTES,))
     return digest(lines.copy().view(np.uint8))
 
 

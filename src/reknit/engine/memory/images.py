@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from reknit.engine.memory.devices import queue
-from reknit.engine.memory.elements import address, bits, contiguous_bytes, itemsize, rectangle, stage
+from reknit.engine.memory.elements import bits, contiguous_bytes, itemsize, rectangle, stage
 from reknit.engine.memory.write import ByteSource
 from reknit.errors import ReknitError
 from reknit.types.shard import Strided
@@ -205,8 +205,10 @@ class Sources(Sequence[Any]):
             self._storages = [*map(tensor.untyped_storage, memories)]
             found[plain] = np.where(runs, addresses, 0)
         for number in self._others:
-            if contiguous_bytes(self[number]) is not None:
-                found[number] = address(self[number])
+            memory = self._memories[number]
+            source = memory if type(memory) is np.ndarray else self[number]
+            if isinstance(source, np.ndarray) and source.flags.c_contiguous:
+                found[number] = source.__array_interface__["data"][0]
         return found
 
     def on_host(self, numbers: NDArray[np.int64]) -> bool:
@@ -217,7 +219,8 @@ class Sources(Sequence[Any]):
     @property
     def on_devices(self) -> list[Any]:
         """The `bits` of the sources that are not in host memory."""
-        return [self[n] for n in self._others if not isinstance(self[n], np.ndarray)]
+        others = [n for n in self._others if type(self._memories[n]) is not np.ndarray]
+        return [self[n] for n in others if not isinstance(self[n], np.ndarray)]
 
     @lazy_property
     def _plain(self) -> Sequence[int]:

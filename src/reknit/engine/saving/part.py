@@ -113,8 +113,8 @@ def _guessed(holdings: Holdings) -> tuple[int, ...]:
     for item in holdings.items:
         paths.escape_item(item)
     for entries in (holdings.shards, holdings.aliases):
-        for entry in entries:
-            paths.checked_name(entry.fqn, "name")
+        for fqn in dict.fromkeys([entry.fqn for entry in entries]):
+            paths.checked_name(fqn, "name")
     return tuple(n for n, shard in enumerate(holdings.shards) if shard.replicas is None)
 
 
@@ -374,7 +374,7 @@ class Part:
     def __init__(self, task: SaveTask, encoded: EncodedHoldings, cut: FileCut) -> None:
         """Use `encode`."""
         self.task, self.encoded = task, encoded
-        self.sources = Sources(shard.memory for shard in encoded.holdings.shards)
+        self.sources = Sources([shard.memory for shard in encoded.holdings.shards])
         self._cut = cut
         self._copies = messages.NO_COPIES
 

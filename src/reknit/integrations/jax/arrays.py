@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from reknit.plugins.format import GENERATOR
 from reknit.plugins.framework import Adapter, Place, View, memory_of, numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from reknit.plugins.framework import Arrays, Assign, Box, Loading, Replicas, Saving, TensorSpec, World
 
@@ -62,16 +62,8 @@ class JaxArrays:
             raise StateError(
                 f"{place} is a jax.Array, which cannot be changed", remedy="put it into a dict or a list"
             )
-        _require_values(tensor, place)
-        require_reduced(tensor.sharding, place)
-        spec = spec_of(tensor, place)
-        shape = tuple(tensor.shape)
-        held = local_boxes(tensor, world)
-        # On a CPU this is the array's own memory, elsewhere a copy.
-        parts = tuple((with_data(box, spec), np.asarray(data)) for box, data in held.items())
-        replicas = _replicas(tensor.sharding, shape, world)
-        holders = None if replicas is None else tuple(replicas[box] for box in held)
-        return View(spec, parts, world.alone, ("jax", id(tensor)), holders=holders)
+        _require_values(tensor, place, world)
+        return _view(tensor, _cut_of(tensor, place, world), world)
 
     def opened(self, tensor: Any, place: Place, world: World, *, fill: bool) -> None:
         """Return None: an array has memory of its own."""
@@ -108,8 +100,9 @@ def new_array(place: Place, spec: TensorSpec, device: Any, sharding: Any) -> Fil
     return Filling(spec.shape, numpy_dtype(spec.dtype), sharding, place, weak=False)
 
 
-def _require_values(array: Any, place: Place) -> None:
-    require_no_trace(place, "saved", array)
+def _require_values(array: Any, place: Place, world: World) -> None:
+    if isinstance(array, jax.core.Tracer) or world.once("jax traces", pytree.is_tracing):
+        require_no_trace(place, "saved", array)
     if array.is_deleted():
         raise StateError(
             f"{place} is a jax.Array whose memory was given away (donated) or deleted",
@@ -117,15 +110,58 @@ def _require_values(array: Any, place: Place) -> None:
         )
 
 
-def local_boxes(array: Any, world: World) -> dict[Box, Any]:
-    """Return the distinct boxes of an array in this process, each as an array of one device."""
+class _Cut(NamedTuple):
+    """The facts about all arrays of one sharding, shape and dtype.
 
-    def find() -> dict[Box, Any]:
-        shape = tuple(array.shape)
-        held: dict[Box, Any] = {}
-        for shard in array.addressable_shards:
-            held.setdefault(box_of(shard.index, shape), without_host_copy(shard.data))
-        return held
+    `numbers` are those of the `addressable_data` with the distinct `boxes` of this process.
+    """
+
+    spec: TensorSpec
+    boxes: tuple[Box, ...]
+    numbers: tuple[int, ...]
+    holders: tuple[Replicas, ...] | None
+    on_host: bool
+    has_keys: bool
+
+
+def _cut_of(array: Any, place: Place, world: World) -> _Cut:
+    """Return the facts about an array.  Raises `StateError` for one that is not stored."""
+    sharding, shape, dtype = array.sharding, array.shape, array.dtype
+
+    def find() -> _Cut:
+        require_reduced(sharding, place)
+        spec = spec_of(array, place)
+        numbers: dict[Box, int] = {}
+        # JAX keeps the data of all devices of this process in this order.
+        for number, index in enumerate(sharding.addressable_devices_indices_map(shape).values()):
+            numbers.setdefault(box_of(index or (), shape), number)
+        replicas = _replicas(sharding, shape, world)
+        holders = None if replicas is None else tuple(replicas[box] for box in numbers)
+        boxes = tuple(with_data(box, spec) for box in numbers)
+        on_host, has_keys = is_on_host(sharding), pytree.is_key_dtype(dtype)
+        return _Cut(spec, boxes, tuple(numbers.values()), holders, on_host, has_keys=has_keys)
+
+    return world.once(("jax cut", sharding, shape, dtype), find)
+
+
+def _view(array: Any, cut: _Cut, world: World) -> View:
+    """Return the view of an array with these facts, to read it."""
+    # On a CPU this is the array's own memory, elsewhere a copy.
+    data = map(np.asarray, _memories(array, cut, world))
+    parts = tuple(zip(cut.boxes, data, strict=True))
+    return View(cut.spec, parts, world.alone, ("jax", id(array)), holders=cut.holders)
+
+
+def _memories(array: Any, cut: _Cut, world: World) -> Sequence[Any]:
+    """Return the data in each box of an array, each as an array of one device."""
+    if cut.on_host and not cut.has_keys:
+        if len(cut.numbers) == 1:
+            return [array.addressable_data(cut.numbers[0])]
+        data = pytree.all_data(array)
+        return [data[number] for number in cut.numbers]
+
+    def find() -> list[Any]:
+        return [without_host_copy(array.addressable_data(number)) for number in cut.numbers]
 
     return world.once(("jax", id(array)), find, array)
 
@@ -163,14 +199,14 @@ def start_copies(state: Any, world: World) -> None:
     for leaf in leaves(state, set()):
         live = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted()
         if live and is_reduced(leaf.sharding):
-            for data in local_boxes(leaf, world).values():
-                if not is_on_host(data):
-                    data.copy_to_host_async()
+            cut = _cut_of(leaf, Place("an array"), world)
+            for data in () if cut.on_host else _memories(leaf, cut, world):
+                data.copy_to_host_async()
 
 
-def is_on_host(data: Any) -> bool:
-    """Return whether all devices of an array are CPUs."""
-    return all(device.platform == "cpu" for device in data.sharding.device_set)
+def is_on_host(sharding: Any) -> bool:
+    """Return whether all devices of a sharding are CPUs."""
+    return all(device.platform == "cpu" for device in sharding.device_set)
 
 
 class UnchangingArrays:
@@ -208,14 +244,17 @@ class JaxArrayAdapter(Adapter):
                 f"{place} is a jax.ShapeDtypeStruct, which has no values",
                 remedy="save arrays; abstract ones are for loading",
             )
-        require_no_trace(place, "saved", value)
-        saving.world.once("jax copies", lambda: start_copies(saving.state, saving.world))
+        world = saving.world
+        _require_values(value, place, world)
+        cut = _cut_of(value, place, world)
+        if not cut.on_host:
+            world.once("jax copies", lambda: start_copies(saving.state, world))
         first = len(saving.shards)
-        saving.tensor(value, place)
-        unchanging = saving.world.once("jax arrays", UnchangingArrays)
+        saving.view(_view(value, cut, world), place, value)
+        unchanging = world.once("jax arrays", UnchangingArrays)
         unchanging.arrays += [shard.memory for shard in saving.shards[first:]]
         saving.barriers.append(unchanging)
-        if pytree.is_key_dtype(value.dtype):
+        if cut.has_keys:
             saving.blob(pytree.implementation(value.dtype), place.below(IMPLEMENTATION))
 
     def wanted(self, value: Any, place: Place, loading: Loading, assign: Assign) -> None:

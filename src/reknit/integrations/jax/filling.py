@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -228,6 +229,21 @@ def _other_dtype(name: str) -> str:
     return "save its bits, numpy.asarray(array).view('uint8'); astype would change them"
 
 
+_ALIGNMENT = 64
+_COPIED_NBYTES = 64 << 10
+"""Up to this size a copy takes no longer than the care for memory that is kept."""
+
+
+def _aligned(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
+    """Return new memory; from such an address JAX makes an array on a CPU without a copy."""
+    nbytes = prod(shape) * kind.itemsize
+    if nbytes <= _COPIED_NBYTES:
+        return np.empty(shape, kind)
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -int(memory.__array_interface__["data"][0]) % _ALIGNMENT
+    return memory[start : start + nbytes].view(kind).reshape(shape)
+
+
 class Filling(Unfilled):
     """A `jax.Array` to come: host memory for each box that this process will have of it.
 
@@ -248,7 +264,7 @@ class Filling(Unfilled):
         tail = self.spec.shape[len(shape) :]
         kind = numpy_dtype(self.spec.dtype)
         self._memory: dict[Box, NDArray[Any]] = {
-            box: np.empty((*box.lengths, *tail), kind) for box in sorted(boxes, key=lambda box: box.offsets)
+            box: _aligned((*box.lengths, *tail), kind) for box in sorted(boxes, key=lambda box: box.offsets)
         }
         self.arrived = False
         self._made: Any = None
