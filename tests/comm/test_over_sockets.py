@@ -368,7 +368,7 @@ def test_what_a_rank_says_last_is_sent_before_it_leaves(
     assert holding.wait(30)
     closing = threading.Thread(target=ports[1].close)
     closing.start()
-    while uplink._closing is None:
+    while uplink.closing is None:
         time.sleep(0.01)
     go_on.set()
     closing.join(30)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import reknit
 from tests.docs.pages import ROOT
 
 tomllib: Any = pytest.importorskip("tomllib")
@@ -88,7 +89,7 @@ def test_metadata_without_a_field_or_a_description_are_found() -> None:
 
 def test_the_citation_has_the_version_and_the_license_of_the_project() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (citation["version"], citation["license"]) == (reknit.__version__, PROJECT["license"])
     assert citation["authors"] == PROJECT["authors"]
     assert citation["keywords"] == PROJECT["keywords"]
 

@@ -140,7 +140,8 @@ class Loop(Generic[_Wire]):
         self.doors: dict[int, Callable[[], object]] = {self._ear.fileno(): self._read_rings}
         """The functions to call when descriptors of other kinds can be read."""
         self._jobs: deque[Callable[[], object]] = deque()
-        self._closing: Deadline | None = None
+        self.closing: Deadline | None = None
+        """When a close of this end stops waiting, once it has begun."""
         self._over = False
         self._thread: threading.Thread | None = None
 
@@ -171,7 +172,7 @@ class Loop(Generic[_Wire]):
 
     def _run(self) -> None:
         try:
-            while self._jobs or not self.done(self._closing):
+            while self._jobs or not self.done(self.closing):
                 self._turn()
         finally:
             self._finish()
@@ -183,7 +184,7 @@ class Loop(Generic[_Wire]):
             polled.register(fd, select.POLLIN)
         for fd, wire in self.wires.items():
             polled.register(fd, select.POLLIN | (select.POLLOUT if wire.unsent else 0))
-        dues = [self._closing, *(wire.due for wire in self.wires.values())]
+        dues = [self.closing, *(wire.due for wire in self.wires.values())]
         wait_s = min([due.remaining() for due in dues if due is not None], default=_LONGEST_S)
         for fd, events in polled.poll(1 + int(1000 * min(wait_s, _LONGEST_S))):
             if fd in self.doors:
@@ -248,7 +249,7 @@ class Loop(Generic[_Wire]):
 
     def stop(self, grace_s: float) -> None:
         """End all connections, once this end is done or `grace_s` are over."""
-        self._closing = self._closing or Deadline(grace_s)
+        self.closing = self.closing or Deadline(grace_s)
         self.ring()
         if self._thread is None:
             self._finish()
