@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,11 +51,11 @@ def test_a_full_disk_is_an_error_of_the_storage_and_leaves_nothing(tmp_path: Pat
 def test_a_disk_without_room_is_refused_before_a_byte_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reknit.save(tmp_path / "c", {"model": {"w": torch.zeros(1000)}})
-    usage: Any = type("Usage", (), {"free": 100})
+    reknit.save(tmp_path / "c", {"model": {f"w{n}": torch.zeros(150) for n in range(2)}})
+    usage: Any = type("Usage", (), {"free": 1000})
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: usage)
-        for export in (export_torch, export_dcp, export_npz):
+        for export in (partial(export_hf, max_shard_nbytes=600), export_torch, export_dcp, export_npz):
             with pytest.raises(reknit.StorageError, match="No space left"):
                 export(tmp_path / "c", tmp_path / "out")
     assert names(tmp_path) == ["c"]

@@ -20,6 +20,7 @@ from reknit.integrations.formats.export import (
     OPTIONS,
     ExportFolder,
     StreamPiece,
+    require_room,
     stream_with,
     tensors_of,
     tied_names,
@@ -138,8 +139,7 @@ def weights_of(checkpoint: OpenCheckpoint, item: str, rules: Sequence[Rule]) -> 
         )
     weights = {fqn: number for fqn, number in numbers.items() if fqn not in states}
     left_out = {plain_name(fqn): "it is a state of an optimizer" for fqn in states}
-    others = [one for one in checkpoint.offered if one != item]
-    left_out |= dict.fromkeys(others, f"only the item {item!r} is exported")
+    left_out |= {one: f"only the item {item!r} is exported" for one in checkpoint.offered if one != item}
     require_covered(checkpoint.index, list(weights.values()))
     tied = tied_names(checkpoint, list(weights.values()))
     if rules:
@@ -348,8 +348,10 @@ def export_hf(
         ]
         cut = cut_files(stored, max_shard_nbytes)
         files = name_files(cut) if adapter is None else {ADAPTER: stored}
+        nbytes = sum(tensor.spec.nbytes for tensor in stored)
         overflowed: Counter[str] = Counter()
         with folder.filling() as storage:
+            require_room(storage.url, nbytes)
             for name, tensors in files.items():
                 parts = {numbers[tensor.name]: tensor for tensor in in_file_order(tensors)}
                 overflowed += _write(weights, parts, storage, name)
@@ -363,7 +365,7 @@ def export_hf(
         item=item,
         files=tuple(files),
         num_tensors=len(stored),
-        nbytes=sum(tensor.spec.nbytes for tensor in stored),
+        nbytes=nbytes,
         tied={weights.names[number]: weights.names[owner] for number, owner in owners.items()},
         cast=tuple(tensor.name for tensor in stored if tensor.spec != weights.specs[numbers[tensor.name]]),
         overflowed=dict(overflowed),
