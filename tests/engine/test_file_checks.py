@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from reknit.engine.stored.file_checks import read_blocks, read_checked
+from reknit.engine.stored.file_checks import check_sizes, read_blocks, read_checked
 from reknit.errors import CorruptError, ReknitError, StorageError
 from reknit.format.checksum import block_digests
 from reknit.testing.faulty_storage import Fault, FaultyStorage
@@ -79,3 +79,10 @@ def test_where_no_copy_is_whole_the_error_is_that_of_the_first_place() -> None:
     with pytest.raises(ReknitError, match="10239 bytes") as caught:
         read_checked(place("here", DATA[:-1]), FILE, BLOCK, copies)
     assert caught.value.path == "process://checked-here/extra/x"
+
+
+def test_only_a_copy_of_the_same_size_replaces_a_file_that_is_missing() -> None:
+    here, short, good = place("here", None), place("short", DATA[:5]), place("good", DATA)
+    assert check_sizes(here, [FILE], [short, good]) == []
+    (error,) = check_sizes(here, [FILE], [short])
+    assert "extra/x is missing" in error
