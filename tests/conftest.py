@@ -56,7 +56,7 @@ register("process", lambda url, durability: open_process_memory(url))
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the processes that tests start which profile was chosen, and end a lane without a clean-up.
+    """Let the processes that tests start know the profile, and end a lane without a clean-up.
 
     To take all that a lane has imported apart takes seconds, and nobody needs it.
     """

@@ -176,7 +176,7 @@ def test_a_save_of_this_host_whose_marker_is_not_up_yet_is_waited_for_too(
     assert not marker.exists()
 
 
-# Who is at work.  Agents of other tests that are about to end are listed everywhere for a moment, without a path.
+# Who is at work.  Agents of other tests are listed everywhere, without a path, while they are about to end.
 
 
 def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_for(

@@ -40,7 +40,7 @@ def moment(seed: int) -> float:
 
 
 def trained(steps: int, folder: Path | None = None) -> dict[str, torch.Tensor]:
-    """Return the weights of the example after some steps in this process without Ray, and save them if asked."""
+    """Return the weights of the example after some steps without Ray, which may save them to a folder."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Dropout(0.1), torch.nn.Linear(33, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

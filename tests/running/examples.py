@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 USUAL = 100
 VARIABLE = "REKNIT_TEST_EXAMPLES"
-"""The variable with the number of examples of the profile, which ranks and other processes of tests inherit."""
+"""The variable with the number of examples of the profile, which processes of tests inherit."""
 
 _STEPS = (0, 1, 4)
 _FEW = 20

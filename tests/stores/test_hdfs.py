@@ -140,8 +140,8 @@ def test_few_requests_are_made_for_each_file() -> None:
         for i in range(files):
             write(storage, f"step/{i}", b"1" * 1000)
         small = Counter(filter(None, proxy.calls))
-        # The folder is made and listed once.  A file that no DataNode has reported yet is completed twice, which
-        # happens at random.
+        # The folder is made and listed once.  A file that no DataNode has reported yet is completed twice,
+        # which happens at random.
         assert small["mkdirs"] == small["getListing"] == 1
         assert small["create"] == small["addBlock"] == small["rename2"] == files
         assert small.total() - small["complete"] + files <= 6 * files
