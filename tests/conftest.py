@@ -5,6 +5,7 @@ Shared memory of the tests is removed at their end.  ``process://name`` is a sto
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -17,6 +18,7 @@ from hypothesis import settings
 
 from reknit.engine.background.background import unread_saves
 from reknit.storage.registry import register
+from tests.running.examples import VARIABLE
 from tests.storage.process_memory import open_process_memory
 
 if TYPE_CHECKING:
@@ -52,6 +54,22 @@ _MUCH = 100_000
 register("process", lambda url, durability: open_process_memory(url))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the processes that tests start know the profile, and end a lane without a clean-up.
+
+    To take all that a lane has imported apart takes seconds, and nobody needs it.
+    """
+    os.environ[VARIABLE] = str(settings().max_examples)
+    if hasattr(config, "workerinput"):
+        atexit.register(_end, os.getpid())
+
+
+def _end(pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has an exit status of its own
+        os._exit(0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collect the tests without searches for garbage, of which an import leaves little.
@@ -66,8 +84,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all that was imported and collected from searches for garbage."""
-    gc.collect()
+    """Exclude all that was imported and collected from searches for garbage; there is little garbage yet."""
     gc.freeze()
 
 

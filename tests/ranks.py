@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from reknit.events.phase import Deadline
-from tests.shared_servers import FOLDER, connected, serve_all
+from tests.shared_servers import FOLDER, connected, grown, serve_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,9 @@ _GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
 _LEAVES_A_CORE = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+_ROOT = "plain"
+"""The module of `tests.warm` that most others import, too."""
 
 _servers: dict[tuple[str, Path | None], subprocess.Popen[bytes] | ForkedServer] = {}
 os.register_at_fork(after_in_child=_servers.clear)  # their streams are those of the parent
@@ -119,12 +122,25 @@ def _server(warm: str, path: Path | None) -> subprocess.Popen[bytes] | ForkedSer
         if folder is None:
             server = _started(warm, path)
         else:
-            server, first = connected(folder, (warm, path), _variables(path), partial(_started, warm, path))
+            start = partial(_started if _is_root(warm, path) else _grown, warm, path)
+            server, first = connected(folder, (warm, path), _variables(path), start)
             if first is not None:
                 atexit.register(_end, first)
         _servers[warm, path] = server
         atexit.register(_end, server)
     return server
+
+
+def _is_root(warm: str, path: Path | None) -> bool:
+    """Return whether the process with such ranks is not to be forked from the one of plain ranks."""
+    return warm in (_ROOT, "lean") or path is not None
+
+
+def _grown(warm: str, path: Path | None, listener: int) -> subprocess.Popen[bytes] | ForkedServer:
+    """Let the process that forks plain ranks fork one that imports more, or start one if it has ended."""
+    _server(_ROOT, None)
+    found = grown(os.environ[FOLDER], (_ROOT, None), _variables(path), warm, listener)
+    return found or _started(warm, path, listener)
 
 
 def _started(warm: str, path: Path | None, listener: int | None = None) -> subprocess.Popen[bytes]:
@@ -198,7 +214,7 @@ def _received(source: BinaryIO | Any) -> Any:
 def serve(warm: str, listener: int | None) -> None:
     """Fork ranks until the tests end."""
     if listener is not None:
-        serve_all(listener, partial(_import, warm), _serve)
+        serve_all(listener, sys.stdin, warm, _import, _serve)
         return
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of ranks must not mix with the answers
@@ -233,6 +249,8 @@ def _one_gloo_worker() -> None:
     from torch.distributed import distributed_c10d as torch_dist
 
     gloo: Any = torch_dist.ProcessGroupGloo
+    if gloo.__name__ == "OneWorker":
+        return  # the process from which this one was forked has done it
 
     class OneWorker(gloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> None:

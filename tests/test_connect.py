@@ -214,14 +214,14 @@ def test_ranks_and_agents_with_certificates_save_and_load_together(tmp_path: Pat
 def test_a_rank_with_a_wrong_token_is_refused_and_missed(tmp_path: Path) -> None:
     at = f"tcp://127.0.0.1:{free_port()}"
     tokens = [TOKEN, TOKEN, TOKEN + "!"]
-    with job(at, tmp_path / "checkpoint", tokens=tokens, connect_timeout_s=3) as ranks:
+    with job(at, tmp_path / "checkpoint", tokens=tokens, connect_timeout_s=8) as ranks:
         first, second, third = (rank.ends() for rank in ranks)
     ((kind, message),) = third
     assert kind == "CommError"
     assert "refuses our token" in message
     for ((kind, message),) in (first, second):
         assert kind == "DeadlineError"
-        assert "rank 2 did not come to the rendezvous of job 'job' within 3 s" in message
+        assert "rank 2 did not come to the rendezvous of job 'job' within 8 s" in message
 
 
 def test_a_job_that_was_killed_starts_again_in_the_same_place(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def blobs() -> Iterator[tuple[str, bytes]]:
     yield "text_not_utf8", b"\x81\xa1x\xa1\xff"
     yield "timestamp_extension", b"\x81\xa1x\xd6\xff\0\0\0\0"
     for name, part in _VALUE_FLOODS.items():
-        count = (4 << 20) // len(part)
+        count = (2 << 20) // len(part)
         yield f"flood_of_{name}", b"\x81\xa1x\xdd" + struct.pack(">I", count) + part * count
     for name, (code, payload) in _EXTENSIONS.items():
         yield name, msgspec.msgpack.encode({"x": Ext(code, msgspec.msgpack.encode(payload))})
@@ -254,7 +254,7 @@ def blobs() -> Iterator[tuple[str, bytes]]:
 
 _VALUE_FLOODS = {
     **{"lists": b"\x90", "maps": b"\x80", "small_maps": b"\x81\xa0\xc0", "texts": b"\xa0"},
-    **{"nests": b"\x91" * 20 + b"\xc0", "tuples": b"\xd5\x01\x91\xc0", "sets": b"\xd4\x02\x90"},
+    **{"nests": b"\x91" * 20 + b"\xc0", "tuples": b"\xd5\x01\x91\x90", "sets": b"\xd4\x02\x90"},
     **{"deques": b"\xd5\x13\x91\xc0", "ordered": b"\xd4\x10\x90"},
 }
 _EXTENSIONS: dict[str, tuple[int, Any]] = {

@@ -251,7 +251,7 @@ class ReplacingStore(MemoryStore):
 
 
 def test_a_rank_0_whose_place_was_taken_at_the_last_moment_says_so_too() -> None:
-    found = gather(ReplacingStore(), range(2), 2, timeout_s=1)
+    found = gather(ReplacingStore(), range(2), 2, timeout_s=3)
     assert isinstance(found[0], CommError)
     assert "taken the place of rank 0" in found[0].message
 

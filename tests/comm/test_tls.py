@@ -70,8 +70,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address_store, "_REPLY_S", 1.0)
 
 
-def options(settings: Tls | None) -> CommOptions:
-    return CommOptions(tls=settings, connect_timeout_s=5)
+def options(settings: Tls | None, seconds: float = 5) -> CommOptions:
+    return CommOptions(tls=settings, connect_timeout_s=seconds)
 
 
 def serve(last: ExitStack, settings: Tls | None) -> Point:
@@ -82,8 +82,8 @@ def serve(last: ExitStack, settings: Tls | None) -> Point:
     return point
 
 
-def fetch(last: ExitStack, point: Point, settings: Tls | None) -> bytes:
-    remote = RemoteStore(point, SECRET, options(settings))
+def fetch(last: ExitStack, point: Point, settings: Tls | None, seconds: float = 5) -> bytes:
+    remote = RemoteStore(point, SECRET, options(settings, seconds))
     last.callback(remote.close)
     return remote.get("key", 0)
 
@@ -93,7 +93,7 @@ def test_ranks_whose_certificates_name_their_address_or_share_a_name_reach_each_
 ) -> None:
     shared = ours.issue("ranks.example", server_name="ranks.example")
     for serving, fetching in ((ours.issue("127.0.0.1"), ours.issue("elsewhere.example")), (shared, shared)):
-        assert fetch(last, serve(last, serving), fetching) == b"value"
+        assert fetch(last, serve(last, serving), fetching, 60) == b"value"
 
 
 def test_who_has_no_certificate_of_the_authority_for_the_name_is_not_believed(

@@ -49,7 +49,8 @@ ILLUSTRATED = {
 # Tests of their own run the scripts on these pages.
 OWN_TESTS = {"docs/howto/fsdp2.md"}
 # By day the tests of these frameworks make the same calls.
-AT_NIGHT = {f"docs/howto/{name}.md" for name in ("bytecheckpoint", "fsdp1", "jax", "lightning", "orbax")}
+NIGHTLY = ("bytecheckpoint", "fsdp1", "jax", "lightning", "orbax", "transformers")
+AT_NIGHT = {f"docs/howto/{name}.md" for name in NIGHTLY}
 # Scripts of this repository set up, measure, or run these very tests.
 NOT_FOLLOWED = "scripts/"
 

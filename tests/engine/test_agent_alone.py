@@ -103,7 +103,7 @@ def test_an_agent_starts_without_what_only_trainers_need() -> None:
 
 def linked(rank: int = 0, *, low_priority: bool = False) -> tuple[agent_link.AgentLink, psutil.Process]:
     """Return a trainer's link to an agent that has joined others, and the process of the agent."""
-    link = agent_link.AgentLink(rank, in_process=False, send_timeout_s=5)
+    link = agent_link.AgentLink(rank, in_process=False, send_timeout_s=LIMIT_S)
     about: dict[str, Any] = {"job": "agents", "rank": rank, "hosts": [0], "fan_out": 1, "generation": 7}
     link.ask(say.Join(**about, comm={}, low_priority=low_priority), 60)
     return link, psutil.Process(link.pid)
@@ -232,7 +232,7 @@ def test_an_agent_that_has_too_little_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("reknit.engine.background.agent.start_thread", scarce)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    link = agent_link.AgentLink(3, in_process=True, send_timeout_s=5)
+    link = agent_link.AgentLink(3, in_process=True, send_timeout_s=LIMIT_S)
     error = lost_by(link)
     # After the report to its trainer the thread raises the same error, which the hook of this test takes.
     wait_until(lambda: "reknit-agent-3" not in {thread.name for thread in threading.enumerate()}, LIMIT_S)
@@ -248,4 +248,4 @@ def test_an_agent_that_cannot_be_forked_is_a_shortage(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(subprocess, "Popen", scarce)
     with pytest.raises(ShortageError, match="no further thread or process"):
-        agent_link.AgentLink(0, in_process=False, send_timeout_s=5)
+        agent_link.AgentLink(0, in_process=False, send_timeout_s=LIMIT_S)

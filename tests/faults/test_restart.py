@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 import reknit
 from reknit.engine.stored import agents, leftovers
-from reknit.engine.stored.agents import Note, at_work
+from reknit.engine.stored.agents import AtWork, Note, at_work
 from tests.cli.command import Command
 from tests.faults.nursery import wait_until
 
@@ -175,37 +176,39 @@ def test_a_save_of_this_host_whose_marker_is_not_up_yet_is_waited_for_too(
     assert not marker.exists()
 
 
-# Who is at work.
+# Who is at work.  Agents of other tests are listed everywhere, without a path, while they are about to end.
 
 
-@pytest.mark.alone  # agents of other tests that are about to end are listed everywhere
 def test_agents_of_a_dead_run_are_listed_by_the_folder_they_work_for_and_waited_for(
     dead: DeadRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = Command(capsys)
     # The place as the agent has it: the folder after the scheme of a store that waits for the gate.
     root = f"faulty://stall@commit:1{dead.root}"
-    wait_until(lambda: len(at_work(root)) == 1, LIMIT_S)
-    (found,) = at_work(root)
+
+    def for_root() -> list[AtWork]:
+        return [agent for agent in at_work(root) if agent.path is not None]
+
+    wait_until(lambda: len(for_root()) == 1, LIMIT_S)
+    (found,) = for_root()
     assert (found.rank, found.path) == (0, f"{root}/step_2?gate={dead.root}.gate")
     assert found.since is not None
     assert abs(time.time() - found.since) < 10 * LIMIT_S
     listed = command("agents", root)
     assert (listed.code, listed.err) == (0, "")
-    assert [str(found.pid), "0", found.path] == listed.out.splitlines()[1].split()[:3]
-    assert command("agents", "--json", root).json == [found._asdict()]
+    assert [str(found.pid), "0", found.path] in [line.split()[:3] for line in listed.out.splitlines()[1:]]
+    assert found._asdict() in command("agents", "--json", root).json
     for elsewhere in (f"{root}/step_1", f"{root}/step", str(dead.root)):
         wait_until(lambda place=elsewhere: at_work(place) == [], LIMIT_S)  # type: ignore[misc]
     assert "no agent on this host is at work" in command("agents", "--wait", str(dead.root)).out
     threading.Timer(0.5, dead.open_gate).start()
     waited = command("agents", "--wait", root)
     assert waited.code == 0
-    assert "waiting for 1 agent" in waited.err
+    assert re.search(r"waiting for \d agent", waited.err)
     assert "no agent on this host is at work" in waited.out
     assert value(dead.root / "step_2") == 2, "the save of the agent is committed at the end of the wait"
 
 
-@pytest.mark.alone  # agents of other tests that are about to end are listed everywhere
 def test_an_agent_with_nothing_to_do_is_not_listed_while_its_trainer_lives(tmp_path: Path) -> None:
     state = {"x": np.zeros(9)}
     reknit.save(tmp_path / "step_1", state, step=1, options=OPTIONS, wait=False).result(LIMIT_S)
@@ -213,7 +216,6 @@ def test_an_agent_with_nothing_to_do_is_not_listed_while_its_trainer_lives(tmp_p
     assert reknit.close()
 
 
-@pytest.mark.alone  # agents of other tests that are about to end are listed everywhere
 def test_an_agent_with_nothing_to_do_in_a_container_is_not_listed_outside(tmp_path: Path) -> None:
     contained = ["unshare", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*contained, "true"], stderr=subprocess.DEVNULL, check=False).returncode:

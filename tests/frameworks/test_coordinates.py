@@ -20,6 +20,7 @@ from reknit.monitor.figures import event_columns
 from reknit.monitor.operations import read_operations
 from reknit.monitor.text import remarks
 from tests.ranks import run
+from tests.running.examples import at_night
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "monitoring" / "slow_ranks.py"
 
@@ -29,6 +30,7 @@ def saved_by_sixteen(folder: str) -> None:
 
 
 @pytest.mark.alone  # it measures which ranks are slow
+@at_night("monitor/test_reports.py names slow ranks by day, from events with known times")
 def test_of_sixteen_ranks_all_views_name_the_slow_disk_and_the_full_buffer(tmp_path: Path) -> None:
     events = tmp_path / "events"
     run(16, saved_by_sixteen, str(tmp_path), timeout=300)

@@ -31,6 +31,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_AUTH_MODE": "disabled",
     # Without a cluster of several hosts, all addresses are those of loopback.
+    # Ray Train needs no processes that watch for preemptions, and nobody reads its figures.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -76,7 +76,7 @@ def killed(root: str, seed: int) -> None:
         return
 
 
-@at_night("runs of transformers, ByteCheckpoint and Ray die by day")
+@at_night("runs of transformers and ByteCheckpoint die by day")
 @pytest.mark.parametrize("seed", [3])
 def test_a_run_that_is_killed_resumes_on_another_number_of_processes(seed: int, tmp_path: Path) -> None:
     whole = run(2, partial(jobs.train, steps=17), str(tmp_path / "whole"))[0]

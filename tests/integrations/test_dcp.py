@@ -548,7 +548,7 @@ def _train(root: str, layout: str, steps: int, seed: int | None) -> Any:
     return newest, truth(trained)
 
 
-@at_night("runs of transformers, ByteCheckpoint and Ray die by day")
+@at_night("runs of transformers and ByteCheckpoint die by day")
 def test_a_run_that_is_killed_resumes_from_the_newest_committed_step(tmp_path: Path) -> None:
     whole, root = str(tmp_path / "whole"), str(tmp_path / "root")
     expected = run(2, _train, whole, "fsdp2-2", 6, None)[0][1]

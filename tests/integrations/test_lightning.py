@@ -75,7 +75,7 @@ def killed(root: str, strategy: str, seed: int) -> None:
         return
 
 
-@at_night("runs of transformers, ByteCheckpoint and Ray die by day")
+@at_night("runs of transformers and ByteCheckpoint die by day")
 @pytest.mark.parametrize(("strategy", "seed"), [("sharded", 6), ("ddp", 5)])
 def test_a_run_that_is_killed_resumes_on_another_number_of_ranks(
     strategy: str, seed: int, tmp_path: Path

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 with_ray = needs("ray", "Ray")
 
-STEPS = 14
+STEPS, SAVED = 14, 9
 
 
 def moment(seed: int) -> float:
@@ -39,8 +39,8 @@ def moment(seed: int) -> float:
     return chosen.randint(5, 7) + round(chosen.uniform(0, 0.3), 3)
 
 
-def trained(steps: int) -> dict[str, torch.Tensor]:
-    """Return the weights of the example after some steps in this process, without Ray and without saves."""
+def trained(steps: int, folder: Path | None = None) -> dict[str, torch.Tensor]:
+    """Return the weights of the example after some steps without Ray, which may save them to a folder."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Dropout(0.1), torch.nn.Linear(33, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -51,6 +51,9 @@ def trained(steps: int) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    if folder is not None:
+        with reknit.Checkpointer(folder) as run:
+            run.save(steps - 1, {"model": model, "optimizer": optimizer}, force=True)
     return model.state_dict()
 
 
@@ -79,16 +82,17 @@ class Used(NamedTuple):
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
-    """Return a cluster of which a worker was killed, and Ray started it again.
+    """Return a cluster of which a worker went on from a step that a process without Ray had saved.
 
     Two processes then imported, one did so a second time, and too many of them.
     """
     folder = tmp_path_factory.mktemp("ray")
     save_file(weights(), folder / "model.safetensors")
+    trained(SAVED, folder / "steps")
     imports = f"import {folder}/model.safetensors {folder}/own"
     output = run_all(
         folder,
-        f"--steps {STEPS} --workers 1 --die-at {moment(0)}",
+        f"--steps {STEPS} --workers 1",
         f"{imports} --ray 2",
         f"{imports} --ray 1",
         f"{imports}-more --ray 9",
@@ -98,21 +102,25 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
 
 @with_ray
 @pytest.mark.timeout(1000)
-def test_a_worker_that_ray_starts_again_resumes_bit_for_bit_from_the_newest_step(used: Used) -> None:
+def test_a_worker_resumes_bit_for_bit_from_the_newest_step_which_ray_did_not_save(used: Used) -> None:
     assert_complete(used.folder, used.output.lines[0])
+    assert f"began with step {SAVED}," in used.output.lines[0]
 
 
 @with_ray
 @pytest.mark.timeout(1000)
-@at_night("the test above has a killed worker and a resume by day")
-def test_two_workers_that_ray_starts_again_resume_bit_for_bit_from_the_newest_step(tmp_path: Path) -> None:
-    run = run_all(tmp_path, f"--steps {STEPS} --workers 2 --die-at {moment(0)}")
+@at_night("the test above has a resume, and runs of transformers and ByteCheckpoint die, by day")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_ray_starts_again_resume_bit_for_bit_from_the_newest_step(
+    tmp_path: Path, workers: int
+) -> None:
+    run = run_all(tmp_path, f"--steps {STEPS} --workers {workers} --die-at {moment(0)}")
     assert_complete(tmp_path, run.lines[0])
 
 
 @with_ray
 @pytest.mark.timeout(1000)
-@at_night("the tests above have a killed worker and a resume by day")
+@at_night("the first test above has a resume by day")
 @pytest.mark.parametrize("seed", range(3))
 def test_one_worker_goes_on_after_two_of_which_one_was_killed(tmp_path: Path, seed: int) -> None:
     died = f"--steps {STEPS} --workers 2 --restarts 0 --die-at {moment(seed)}"

@@ -35,7 +35,7 @@ def test_positions_of_iterators_are_restored_on_as_many_processes_as_saved_them(
     alone.call("orbax_remedies.restore_positions", tmp_path, False)
 
 
-@at_night("runs of transformers, ByteCheckpoint and Ray die by day")
+@at_night("runs of transformers and ByteCheckpoint die by day")
 def test_a_killed_loop_goes_on_from_the_newest_committed_step(alone: Job, pair: Job, tmp_path: Path) -> None:
     whole, killed, other = tmp_path / "whole", tmp_path / "killed", tmp_path / "other"
     victims = Job(2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -13,8 +14,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 USUAL = 100
+VARIABLE = "REKNIT_TEST_EXAMPLES"
+"""The variable with the number of examples of the profile, which processes of tests inherit."""
+
 _STEPS = (0, 1, 4)
 _FEW = 20
+
+
+def _of_profile() -> int:
+    return int(os.environ.get(VARIABLE) or settings().max_examples)
 
 
 def examples(number: int) -> int:
@@ -22,12 +30,12 @@ def examples(number: int) -> int:
 
     It depends on the profile (``--hypothesis-profile=quick``, ``ci`` or ``nightly``).
     """
-    return max(1, number * settings().max_examples // USUAL)
+    return max(1, number * _of_profile() // USUAL)
 
 
 def is_night() -> bool:
     """Return whether there is time for everything."""
-    return settings().max_examples > USUAL
+    return _of_profile() > USUAL
 
 
 def at_night(instead: str) -> pytest.MarkDecorator:
@@ -37,7 +45,7 @@ def at_night(instead: str) -> pytest.MarkDecorator:
 
 def some(cases: Iterable[T]) -> list[T]:
     """Return all of the cases, or every third if this run has little time."""
-    return list(cases)[:: 3 if settings().max_examples < _FEW else 1]
+    return list(cases)[:: 3 if _of_profile() < _FEW else 1]
 
 
 def thinned(cases: Iterable[T], every: int) -> list[T]:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import run
+from tests.running.examples import examples, is_night
+
 ROOT = Path(__file__).parents[2]
 
 STARTS_ONE = """
@@ -25,6 +28,9 @@ def test_that_starts_a_process_which_starts_another():
 SAYS_WHEN = """
 import json, os, time
 import pytest
+
+from tests.ranks import run
+from tests.running.examples import examples, is_night
 
 def note(name):
     with open(os.environ["NOTES"], "a") as file:
@@ -78,6 +84,14 @@ def test_a_test_that_wants_to_be_alone_runs_beside_no_other(tmp_path: Path) -> N
         if name == "begin alone":
             assert notes[:at].count("begin") == notes[:at].count("end")
             assert notes[at + 1] == "end alone"
+
+
+def profile() -> tuple[int, bool]:
+    return examples(400), is_night()
+
+
+def test_ranks_have_time_for_as_much_as_the_tests_that_start_them() -> None:
+    assert run(1, profile) == [profile()]
 
 
 def test_no_process_of_tests_imports_jax() -> None:

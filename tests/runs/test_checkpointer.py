@@ -291,10 +291,10 @@ def test_ranks_save_together_also_where_a_notice_to_one_decides(
 
 
 def test_ranks_decide_alone_where_the_step_alone_does(tmp_path: Path) -> None:
-    quick = reknit.SaveOptions(timeout_s=5)
+    patient = reknit.SaveOptions(timeout_s=60)
 
     def work(group: Group) -> list[int]:
-        with Checkpointer(tmp_path, save=at(3, 9), group=group, options=quick) as run:
+        with Checkpointer(tmp_path, save=at(3, 9), group=group, options=patient) as run:
             assert not run.should_save(1)  # together: a run that begins may be refused
             return [step for step in range(2, 20) if group.rank == 0 and run.should_save(step)]
 

@@ -9,19 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from hdfs_native import Client
-
 from reknit.options import MIB
 from reknit.stores.hdfs.upload import encoded
 from tests.servers import STATE, server
-
-_MARK = "GetContentSummary"
+from tests.stores.rpc_proxy import RpcProxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -156,28 +152,12 @@ def write(
     return writer
 
 
-def calls(found: dict[str, Any]) -> Counter[str]:
-    """Return the number of requests of each kind to the NameNode, by all clients but DataNodes.
-
-    Its counts are some seconds old.  So a request of a rare kind is sent, and the counts are read once they
-    include it.
-    """
-    before = _counts(found)[_MARK]
-    Client(found["endpoint"]).get_content_summary("/")
-    end = time.monotonic() + 30
-    while (counts := _counts(found))[_MARK] == before:
-        assert time.monotonic() < end, f"{found['http']} does not count"
-        time.sleep(0.1)
-    del counts[_MARK]
-    return counts
-
-
-def _counts(found: dict[str, Any]) -> Counter[str]:
-    port = found["endpoint"].rpartition(":")[2]
-    reported = hdfs_server().jmx(found, f"RpcDetailedActivityForPort{port}")
-    counts = {key.removesuffix("NumOps"): n for key, n in reported.items() if key.endswith("NumOps")}
-    datanodes = ("SendHeartbeat", "Block", "VersionRequest", "RegisterDatanode", "CacheReport")
-    return Counter({key: n for key, n in counts.items() if not key.startswith(datanodes)})
+@contextmanager
+def new_proxy() -> Iterator[RpcProxy]:
+    """Pass calls on to the NameNode within the block."""
+    host, port = server("hdfs")["endpoint"].removeprefix("hdfs://").split(":")
+    with RpcProxy(host, int(port)) as proxy:
+        yield proxy
 
 
 def hdfs_server() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -26,7 +27,7 @@ from reknit.testing.storage_suite.suite import seen_meanwhile
 from tests.running.examples import is_night
 from tests.servers import server
 from tests.storage.test_contract import OnSlowServer
-from tests.stores.hdfs_probes import ask, calls, everything, place, raw_get, raw_put
+from tests.stores.hdfs_probes import ask, everything, new_proxy, place, raw_get, raw_put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,27 +133,25 @@ def test_of_many_files_that_are_read_the_last_are_remembered(monkeypatch: pytest
         assert [read(storage, name, 0, 1) for name in names] == [b"a", b"b", b"c"]
 
 
-@pytest.mark.alone  # the NameNode counts the requests of all tests
 def test_few_requests_are_made_for_each_file() -> None:
-    found, files = server("hdfs"), 5
-    storage = open_hdfs(new_url("?part_mib=1&block_mib=1"))
-    before = calls(found)
-    for i in range(files):
-        write(storage, f"step/{i}", b"1" * 1000)
-    between = calls(found)
-    small = between - before
-    # The folder is made and listed once.  A file that no DataNode has reported yet is completed twice, which
-    # happens at random.
-    assert small["Mkdirs"] == small["GetListing"] == 1
-    assert small["Create"] == small["AddBlock"] == small["Rename2"] == files
-    assert sum(small.values()) - small["Complete"] + files <= 6 * files
-    write(storage, "step/large", bytes(4 * MIB))
-    large = calls(found) - between
-    assert large["Create"] == large["AddBlock"] == 4
-    assert large["Concat"] == large["Rename2"] == 1
+    files = 5
+    with new_proxy() as proxy:
+        storage = open_hdfs(f"hdfs://127.0.0.1:{proxy.port}/{uuid.uuid4().hex}?part_mib=1&block_mib=1")
+        for i in range(files):
+            write(storage, f"step/{i}", b"1" * 1000)
+        small = Counter(filter(None, proxy.calls))
+        # The folder is made and listed once.  A file that no DataNode has reported yet is completed twice,
+        # which happens at random.
+        assert small["mkdirs"] == small["getListing"] == 1
+        assert small["create"] == small["addBlock"] == small["rename2"] == files
+        assert small.total() - small["complete"] + files <= 6 * files
+        write(storage, "step/large", bytes(4 * MIB))
+        large = Counter(filter(None, proxy.calls)) - small
+    assert large["create"] == large["addBlock"] == 4
+    assert large["concat"] == large["rename2"] == 1
     # Per file that the NameNode sees, sub-files among them.
-    assert sum(large.values()) - large["Complete"] + 4 <= 6 * 4
-    assert not large["GetFileInfo"]
+    assert large.total() - large["complete"] + 4 <= 6 * 4
+    assert not large["getFileInfo"]
 
 
 def test_of_two_processes_that_write_one_file_the_first_to_finish_wins() -> None:

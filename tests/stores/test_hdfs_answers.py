@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -19,8 +18,8 @@ from reknit.stores.hdfs.store import open_hdfs
 from reknit.testing.storage_suite import listed, pattern, read, write
 from tests.running.budget import use_server
 from tests.running.examples import thinned
-from tests.servers import server
-from tests.stores.rpc_proxy import FAULTS, RpcProxy
+from tests.stores.hdfs_probes import new_proxy
+from tests.stores.rpc_proxy import FAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +28,11 @@ if TYPE_CHECKING:
 
     from reknit.storage.base import Storage
     from reknit.stores.hdfs.client import HdfsClient
-    from tests.stores.rpc_proxy import Fault
+    from tests.stores.rpc_proxy import Fault, RpcProxy
 
 T = TypeVar("T")
 LARGE = pattern(2 * MIB + 1)
 POLICY = RetryPolicy(deadline_s=60, first_s=0.01, longest_s=0.5)
-
-
-@contextmanager
-def new_proxy() -> Iterator[RpcProxy]:
-    host, port = server("hdfs")["endpoint"].removeprefix("hdfs://").split(":")
-    with RpcProxy(host, int(port)) as proxy:
-        yield proxy
 
 
 def at_once(operations: Sequence[T], test: Callable[[RpcProxy, T], None]) -> None:
