@@ -2,9 +2,9 @@
 
 Run: python benchmarks/unchanged/run.py [URL] [--layers 16] [--layer-mib 64] [--repeat 5]
 
-One rank saves after an earlier save in the same folder, by default a temporary one.  The same bytes, one
-changed layer, a LoRA beside a frozen base, or all layers are saved.  ``restart`` is the
-same bytes in a new process.  ``written`` is the part of the bytes that was written; ``time`` is the median of
+One rank saves after an earlier save in the same folder, by default a temporary one.  The same bytes, a
+hundredth of all bytes in rows of one layer, one changed layer, a LoRA beside a frozen base, or all layers are
+saved.  ``restart`` is the same bytes in a new process.  ``written`` is the part of the bytes that was written; ``time`` is the median of
 the seconds, divided by that of the save of all layers.
 """
 
@@ -78,6 +78,8 @@ def measured(job: Job, repeat: int) -> dict[str, Any]:
         job.change(*job.layers)
         found.setdefault("all layers", []).append(job.save())
         found.setdefault("the same bytes", []).append(job.save())
+        job.change(job.layers[0][: len(job.lora)])
+        found.setdefault("1 % in a layer", []).append(job.save())
         job.change(job.layers[len(job.layers) // 2])
         found.setdefault(f"1 of {len(job.layers)} layers", []).append(job.save())
     job.save(lora=True)

@@ -25,7 +25,7 @@ from reknit.engine.background.session import AgentSession
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.storage.base import CopiesFiles
+from reknit.storage.base import part_nbytes
 from reknit.storage.registry import open_storage, recipe, register
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
@@ -566,7 +566,7 @@ def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
 def test_a_trainer_knows_what_its_agent_can_take_over_without_opening_the_store(tmp_path: Path) -> None:
     for url in one_by_one([str(tmp_path), f"file://{tmp_path}", "mem://x", "process://x"]):
         storage = open_storage(url)
-        assert recipe(url).copies_files("process") == isinstance(storage, CopiesFiles)
+        assert recipe(url).part_nbytes("process") == part_nbytes(storage)
 
 
 def open_elsewhere(url: str, durability: str) -> ProcessMemory:

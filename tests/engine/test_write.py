@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from reknit.engine.memory.images import Entries, Image, LiveImages, Sources
 from reknit.engine.memory.workers import Arena
 from reknit.engine.memory.write import (
     PIECES,
+    SAMPLE_NBYTES,
     ByteSource,
     Outgoing,
     Settings,
@@ -326,12 +327,79 @@ def test_a_range_of_an_image_lies_in_live_memory_or_is_copied_and_is_the_same(
     image.fill(0, whole)
     arena = Arena(nbytes)
     found = LiveImages([image], Transfer([], "what is saved", 30), None).look(0, start, nbytes, arena)
-    assert found.tobytes() == whole[start : start + nbytes].tobytes()
-    in_one = [(64, 2464, vector), (2864, 3464, matrix)]  # the strided one is not contiguous
-    memory = [array for low, high, array in in_one if low <= start and start + nbytes <= high]
-    assert [np.shares_memory(found, array) for array in (vector, matrix)] == [
-        any(array is one for one in memory) for array in (vector, matrix)
-    ]
+    stop = start + nbytes
+    assert b"".join(view.tobytes() for view in found) == whole[start:stop].tobytes()
+    in_place = stop <= 2464 or start >= 2864  # the strided one is not contiguous
+    for low, high, array in ((64, 2464, vector), (2864, 3464, matrix)):
+        shares = any(np.shares_memory(view, array) for view in found)
+        assert shares == (in_place and max(start, low) < min(stop, high))
+
+
+def test_many_short_runs_are_copied_to_be_compared() -> None:
+    vector = np.arange(100, dtype=np.int64)
+    rows = tuple(WriteEntry(0, n, 1, Box((n,), (1,)), 8 * n, 8) for n in range(100))
+    image = Image("a/x", b"", Entries.of(rows), 800, Sources([vector]))
+    (found,) = LiveImages([image], Transfer([], "what is saved", 30), None).look(0, 0, 800, Arena(800))
+    assert found.tobytes() == vector.tobytes()
+    assert not np.shares_memory(found, vector)
+
+
+class Together(ProcessMemory):
+    """A store in which no file is finished before `parties` are being finished."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__("together")
+        self.barrier = threading.Barrier(parties)
+
+    def create(self, path: str, nbytes: int) -> Any:
+        writer, barrier = super().create(path, nbytes), self.barrier
+        finish = writer.finish
+
+        def both() -> None:
+            barrier.wait(30)
+            finish()
+
+        writer.finish = both  # type: ignore[method-assign]
+        return writer
+
+
+def test_many_files_are_made_durable_together_and_few_one_by_one() -> None:
+    for sizes, parties in (([1] * 6, 6), ([1] * 3, 1)):
+        ProcessMemory.clear("together")
+        memory = Memory(sizes)
+        files = write_files(
+            Together(parties), memory.files, memory, tuner=fixed(threads=1), recorder=Recorder("save")
+        )
+        check(ProcessMemory("together"), memory, files)
+
+
+class Changed:
+    """Earlier files of which the first sample differs already."""
+
+    def __init__(self) -> None:
+        self.samples: list[bytes] = []
+
+    def may_equal(self, number: int) -> bool:
+        return True
+
+    def note_sample(self, number: int, sample: Sequence[NDArray[np.uint8]]) -> bool:
+        self.samples.append(b"".join(sample))
+        return False
+
+    def equal(self, number: int, start: int, block: Sequence[NDArray[np.uint8]]) -> bool:
+        raise AssertionError("the sample has decided")
+
+    def take_over(self, numbers: Sequence[int], taken: dict[int, Written]) -> None:
+        assert not numbers
+
+
+@pytest.mark.parametrize("nbytes", [9 * MIB, 3 * MIB, 100])
+def test_a_file_that_differs_in_its_sample_is_fetched_once(nbytes: int, storage: ProcessMemory) -> None:
+    memory, earlier = Memory([nbytes]), Changed()
+    write_files(storage, memory.files, memory, tuner=fixed(), recorder=Recorder("save"), earlier=earlier)
+    first = memory.bytes_of(0)[:BLOCK_NBYTES]
+    assert earlier.samples == [first[-SAMPLE_NBYTES:]] * 2, "once in place, and once as it is written"
+    assert sum(fetched[2] for fetched in memory.fetched) == nbytes + min(nbytes, SAMPLE_NBYTES)
 
 
 def test_bytes_are_written_whole_or_not_at_all(storage: ProcessMemory) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,6 +47,26 @@ def test_a_link_and_what_it_leads_to_are_synced_before_the_answer(
     wanted = [tmp_path / "2/model/new", tmp_path / "2/model", tmp_path / "2", tmp_path]
     assert {("fsync", str(path)) for path in wanted} <= set(events[at:])
     assert os.path.samefile(tmp_path / "1/model/old", tmp_path / "2/model/new")
+
+
+def test_links_that_are_made_at_once_share_the_sync_of_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, later = two_steps(tmp_path)
+    barrier, fsync, synced = threading.Barrier(4), os.fsync, list[str]()
+
+    def sync(fd: int) -> None:
+        if not os.path.isdir(path := os.readlink(f"/proc/self/fd/{fd}")):
+            barrier.wait(30)
+        fsync(fd)
+        synced.append(path)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with ThreadPoolExecutor(4) as pool:
+        copies = [pool.submit(later.copy_from, earlier, "model/old", f"model/{n}", 5) for n in range(4)]
+        assert all(copy.result() for copy in copies)
+    assert synced.count(str(tmp_path / "2/model")) == 1
+    assert len(set(synced)) == 4 + 3, "each link, and each folder above"
 
 
 def test_a_folder_that_another_rank_removes_because_it_is_empty_is_made_again(

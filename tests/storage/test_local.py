@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -153,6 +154,25 @@ def test_files_that_exist_before_a_sync_of_their_folder_share_it(
         writer.finish()
     assert trace.unsynced_entries() == set()
     assert trace.events.count(("fsync", str(tmp_path / "a"))) == 2
+
+
+def test_threads_that_finish_files_at_once_share_the_sync_of_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, store, barrier = Trace(monkeypatch), LocalStorage(tmp_path), threading.Barrier(4)
+    traced = os.fsync
+
+    def sync(fd: int) -> None:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            barrier.wait(30)
+        traced(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    writers = [store.create(f"a/{number}", 0) for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda writer: writer.finish(), writers))
+    assert trace.unsynced_entries() == set()
+    assert trace.events.count(("fsync", str(tmp_path / "a"))) == 1
 
 
 def test_a_put_file_is_synced_before_it_gets_its_name_and_its_folder_after(

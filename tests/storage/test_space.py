@@ -85,7 +85,7 @@ def test_what_helps_a_full_memory_is_another_thing_than_what_helps_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind, memory in (("tmpfs", True), ("ext4", False)):
-        mounts = tmp_path / "mountinfo"
+        mounts = tmp_path / kind
         device = os.stat(tmp_path).st_dev
         mounts.write_text(f"23 27 {os.major(device)}:{os.minor(device)} / / rw - {kind} none rw\n")
         monkeypatch.setattr(os_errors, "_MOUNTS", str(mounts))

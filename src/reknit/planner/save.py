@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from reknit.planner.columns import Blocks, spread
-from reknit.types.box import flat_range_boxes
+from reknit.types.box import Box, flat_range_boxes
 from reknit.types.shard import FilePlan, SavePlan, WriteEntry, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from reknit.types.box import Box
     from reknit.types.shard import Shard
 
     Ints = NDArray[np.int64]
@@ -217,17 +217,21 @@ APART_NBYTES = 1 << 20
 FROZEN_FILE_NBYTES = 256 << 20
 """The largest file of frozen tensors.  If one did change, few are written anew with it, and a store that
 copies files can copy several at once."""
-PART_NBYTES = 64 << 20
-"""A file is not ended before it has as many bytes, since each file costs a sync of some milliseconds."""
+FROZEN_PART_NBYTES = 64 << 20
+"""A file of frozen tensors is not ended before it has as many bytes, since all are taken over together."""
+PAGE_NBYTES = 4096
+"""A tensor is cut at multiples of this, if its rows allow it: only whole pages are written directly."""
 
 
-def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int, num_parts: int = 1) -> SavePlan:
+def plan_save(
+    shards: Sequence[Shard], rank: int, max_file_nbytes: int, num_parts: int = 1, part_nbytes: int = 0
+) -> SavePlan:
     """Decide which parts of its shards `rank` writes, and where each lies in which file.
 
     Pure and local: every shard's `replicas` are known.  One line of files per item; a file rolls over to the
     next part before it would pass `max_file_nbytes` of tensor bytes (a single larger entry gets a file of its
     own).  The bytes of an item are divided into about `num_parts` files, each of which a later save can take
-    over if its bytes are the same.
+    over if its bytes are the same.  A file has about `part_nbytes` at least, and a larger tensor is cut.
     """
     by_item: dict[str, list[_Part]] = {}
     for number, first, numel in owned_parts(shards, rank):
@@ -242,7 +246,7 @@ def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int, num_part
     files: list[FilePlan] = []
     for item in sorted(by_item):
         nbytes = sum(part.numel * shards[part.shard].spec.itemsize for part in by_item[item])
-        enough = max(PART_NBYTES, nbytes // num_parts) if num_parts > 1 else max_file_nbytes
+        enough = max(part_nbytes, -(-nbytes // num_parts)) if num_parts > 1 else max_file_nbytes
         size = _FileSize(max_file_nbytes, enough)
         files += _files(item, by_item[item], shards, size)
     return SavePlan(tuple(files))
@@ -264,7 +268,7 @@ class _Part(NamedTuple):
 
 
 class _FileSize(NamedTuple):
-    """A file ends before it would pass `most` bytes, and after it has reached `enough` bytes."""
+    """A file ends before it would pass `most` bytes, and once it has about `enough` bytes."""
 
     most: int
     enough: int
@@ -291,8 +295,12 @@ def _files(item: str, parts: list[_Part], shards: Sequence[Shard], size: _FileSi
     files: list[FilePlan] = []
     for kind in get_args(_Kind):
         some = [part for part, k in zip(parts, kinds, strict=True) if k == kind]
-        most = min(size.most, FROZEN_FILE_NBYTES) if kind == "frozen" else size.most
-        files += _lay_out(item, len(files), some, shards, size._replace(most=most))
+        lot = size
+        if kind == "frozen":
+            lot = _FileSize(min(size.most, FROZEN_FILE_NBYTES), max(size.enough, FROZEN_PART_NBYTES))
+        elif size.enough < size.most:
+            some = [p for part in some for p in _cut_up(part, shards[part.shard].spec.itemsize, size.enough)]
+        files += _lay_out(item, len(files), some, shards, lot)
     return files
 
 
@@ -312,7 +320,8 @@ def _lay_out(
     start = 0
     for number, first, numel, box in parts:
         nbytes = numel * shards[number].spec.itemsize
-        if entries and (start >= size.enough or start + nbytes > size.most):
+        full = start + nbytes > size.enough and 2 * start >= size.enough
+        if entries and (full or start + nbytes > size.most):
             files.append(FilePlan(item, part + len(files), tuple(entries), start))
             entries, start = [], 0
         entries.append(WriteEntry(number, first, numel, box, start, nbytes))
@@ -320,3 +329,26 @@ def _lay_out(
     if entries:
         files.append(FilePlan(item, part + len(files), tuple(entries), start))
     return files
+
+
+def _cut_up(part: _Part, itemsize: int, most: int) -> Iterator[_Part]:
+    """Yield a part in boxes of at most about `most` bytes, about equal in size and end to end."""
+    axis = next((d for d, length in enumerate(part.box.lengths) if length > 1), None)
+    nbytes = part.numel * itemsize
+    if nbytes <= most or axis is None:
+        yield part
+        return
+    offsets, lengths = part.box.offsets, part.box.lengths
+    row = part.numel // lengths[axis]
+    count = -(-lengths[axis] // -(-nbytes // most))
+    page = PAGE_NBYTES // gcd(row * itemsize, PAGE_NBYTES)  # rows
+    if count >= 8 * page:
+        count = -(-count // page) * page
+    for start in range(0, lengths[axis], count):
+        rows = min(count, lengths[axis] - start)
+        box = Box(
+            (*offsets[:axis], offsets[axis] + start, *offsets[axis + 1 :]),
+            (*lengths[:axis], rows, *lengths[axis + 1 :]),
+        )
+        some = _Part(part.shard, part.first + start * row, rows * row, box)
+        yield from _cut_up(some, itemsize, most) if rows == 1 else (some,)

@@ -80,8 +80,8 @@ class AtAgent:
             except BaseException as error:  # also a bug: the other ranks must receive it
                 self._give_up(error)
 
-    def open(self) -> bool:
-        """Start the agent, which opens the store; return whether the store takes over files.
+    def open(self) -> int:
+        """Start the agent, which opens the store; return the size of files that it may take over, or 0.
 
         Raises the error of the arguments.
         """
@@ -89,7 +89,7 @@ class AtAgent:
         self._starting, self._must_join = self._background.supervisor.start(task.group), True
         if task.wrong is not None:
             raise task.wrong
-        return task.options.reuse and task.place.copies_files(task.options.durability)
+        return task.place.part_nbytes(task.options.durability) if task.options.reuse else 0
 
     def assign(self, part: Part) -> Owners:
         """Return the owners of claimed shards; ranks wait for each other only for those of a new layout."""
@@ -150,9 +150,9 @@ class AtAgent:
     def prepare(self) -> None:
         """Prepare for saves of the state of the task, with all ranks, in the place of `saving.save`."""
         with self.rounds():
-            takes_over = self.open()
+            part_nbytes = self.open()
             with self.task.recorder.phase("collect"):
-                part = encode(self.task.holdings(), self.task, takes_over=takes_over)
+                part = encode(self.task.holdings(), self.task, part_nbytes=part_nbytes)
             self._warm_up(part)
 
     def _warm_up(self, part: Part) -> None:

@@ -73,6 +73,10 @@ class Entries(NamedTuple):
         return self.select(slice(int(low), int(np.searchsorted(self.start, stop))))
 
 
+_SHORT_RUN = 64 << 10
+"""Runs that are shorter on average are copied: that takes less time than a digest of each."""
+
+
 class Image(NamedTuple):
     """A planned data file: a header, then the bytes of its entries, from live memory."""
 
@@ -104,19 +108,23 @@ class Image(NamedTuple):
             numel, to = int(nbytes[n] // itemsizes[n]), slice(int(begin[n]), int(begin[n] + nbytes[n]))
             copy(self.sources[int(here.shard[n])], first, numel, out[to])
 
-    def in_place(self, start: int, nbytes: int) -> NDArray[np.uint8] | None:
-        """Return a view of these bytes of the file; None if they are not one run in host memory."""
-        start -= len(self.header)
-        here = self.entries.between(start, start + nbytes)
-        if start < 0 or len(here.shard) != 1:
+    def in_place(self, start: int, nbytes: int) -> list[NDArray[np.uint8]] | None:
+        """Return views of these bytes of the file, end to end; None if they are not few runs on the host."""
+        begin = self.header[start : start + nbytes]
+        views = [np.frombuffer(begin, np.uint8)] if begin else []
+        start, stop = start - len(self.header), start + nbytes - len(self.header)
+        here = self.entries.between(start, stop)
+        if len(here.shard) > 1 + nbytes // _SHORT_RUN:
             return None
-        (entry,) = here.rows()
-        source = self.sources[entry.shard]
-        memory = contiguous_bytes(source)
-        if memory is None:
-            return None
-        first = entry.first * itemsize(source) + start - entry.start
-        return memory[first : first + nbytes]
+        for entry in here.rows():
+            source = self.sources[entry.shard]
+            memory = contiguous_bytes(source)
+            if memory is None:
+                return None
+            at = entry.first * itemsize(source) - entry.start  # of the first byte of the data part
+            low, high = max(start, entry.start), min(stop, entry.start + entry.nbytes)
+            views.append(memory[at + low : at + high])
+        return views
 
 
 class LiveImages(ByteSource):
@@ -143,10 +151,10 @@ class LiveImages(ByteSource):
             raise
         return piece
 
-    def look(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        """Return a view of live memory, or a copy of a piece that is not one run."""
+    def look(self, file: int, start: int, nbytes: int, arena: Arena) -> list[NDArray[np.uint8]]:
+        """Return views of live memory, or a copy of a piece that is not a few runs."""
         data = self._images[file].in_place(start, nbytes)
-        return self.piece(file, start, nbytes, arena) if data is None else data
+        return [self.piece(file, start, nbytes, arena)] if data is None else data
 
 
 def copy_runs(addresses: Ints, nbytes: Ints, out: NDArray[np.uint8], begin: Ints) -> None:

@@ -221,9 +221,9 @@ class ByteSource:
         """
         raise NotImplementedError
 
-    def look(self, file: int, start: int, nbytes: int, arena: Arena) -> NDArray[np.uint8]:
-        """Return a piece only to be compared, in memory that may change."""
-        return self.piece(file, start, nbytes, arena)
+    def look(self, file: int, start: int, nbytes: int, arena: Arena) -> list[NDArray[np.uint8]]:
+        """Return any range of a file only to be compared: runs of memory, end to end, which may change."""
+        return [self.piece(file, start, nbytes, arena)]
 
     def release(self, file: int, start: int, nbytes: int) -> None:
         """Take back the memory of a piece, which is written."""
@@ -238,11 +238,11 @@ class UnchangedFiles(Protocol):
     def may_equal(self, number: int) -> bool:
         """Return whether there is an earlier file for file `number`."""
 
-    def note_begin(self, number: int, data: NDArray[np.uint8]) -> None:
-        """Receive the first piece of each file that is written."""
+    def note_sample(self, number: int, sample: Sequence[NDArray[np.uint8]]) -> bool:
+        """Receive the `SAMPLE_NBYTES` at the end of the first block; return whether a file may have them."""
 
-    def equal(self, number: int, start: int, data: NDArray[np.uint8]) -> bool:
-        """Return whether the earlier file has these bytes, by their digests."""
+    def equal(self, number: int, start: int, block: Sequence[NDArray[np.uint8]]) -> bool:
+        """Return whether the earlier file has this block, by its digest."""
 
     def take_over(self, numbers: Sequence[int], taken: dict[int, Written]) -> None:
         """Copy earlier files that are equal, and add them to `taken`; the others have to be written."""
@@ -290,10 +290,16 @@ def pieces_of(spans: Iterable[FileRange], nbytes: int) -> Iterator[FileRange]:
     return (piece for span in spans for piece in span.cut(nbytes))
 
 
+SAMPLE_NBYTES = 4096
+"""Bytes at the end of a first block that are compared before the block is digested."""
 PIECE_NBYTES = 2 * BLOCK_NBYTES
 """Bytes that a worker stages, digests and writes at once in a synchronous save that is not small."""
 _FEW_BLOCKS = 2
 """Files with at most this many blocks are written before another thread could begin."""
+_MOST_FINISHES = 16
+"""Files that are finished at once, as each waits for the store."""
+_FEW_FINISHES = 4
+"""So many files are finished one by one: threads cost more time than they save."""
 _BEGIN_S = 0.01
 """Limit of the seconds for which other work waits until writing has begun."""
 _IDLE = 0.2
@@ -304,10 +310,18 @@ class _Writing:
     """Files that are being written; most fields are arguments of `write_files`."""
 
     def __init__(
-        self, storage: Storage, source: ByteSource, recorder: Recorder, earlier: UnchangedFiles | None
+        self,
+        storage: Storage,
+        source: ByteSource,
+        recorder: Recorder,
+        earlier: UnchangedFiles | None,
+        *,
+        keep: bool,
     ) -> None:
         """Use `write_files`."""
         self.storage, self.source, self.recorder, self.earlier = storage, source, recorder, earlier
+        self._keep = keep
+        self._whole: list[OutgoingFile] = []
         self.files: list[OutgoingFile] = []
         self.taken: dict[int, Written] = {}
         self.left: deque[FileRange] = deque()
@@ -396,7 +410,7 @@ class _Writing:
             with self._clocks[self._phase].timed(nbytes):
                 data = self.source.piece(file.number, start, nbytes, arena)
             if self.earlier is not None and not start:
-                self.earlier.note_begin(file.number, data)
+                self.earlier.note_sample(file.number, [data[:BLOCK_NBYTES][-SAMPLE_NBYTES:]])
             if late := self.source.busy:
                 self._undigested.append((file, start, data))
             else:
@@ -409,20 +423,25 @@ class _Writing:
             self.recorder.advance(nbytes)
             self.source.release(file.number, start, nbytes)
             if file.done_with(nbytes):
-                with self._clocks["write"].timed(), self._signed(file.path):
-                    file.writer.finish()
+                if self._keep:
+                    self._finish(file)
+                else:
+                    self._whole.append(file)
         except BaseException as error:
             self.source.fail(error)
             raise
 
     def _is_equal(self, piece: FileRange, arena: Arena) -> bool:
         """Return whether an earlier file has the bytes of a piece; if not, create the file."""
-        file, start, nbytes = piece
-        with self._clocks[self._phase].timed():
-            data = self.source.look(file.number, start, nbytes, arena)
-        with self._clocks["digest"].timed():
-            assert self.earlier is not None
-            equal = self.earlier.equal(file.number, start, data)
+        file, equal = piece.file, self._may_begin(piece, arena)
+        for _, start, nbytes in piece.cut(BLOCK_NBYTES) if equal else ():
+            with self._clocks[self._phase].timed():
+                block = self.source.look(file.number, start, nbytes, arena)
+            with self._clocks["digest"].timed():
+                assert self.earlier is not None
+                equal = self.earlier.equal(file.number, start, block)
+            if not equal:
+                break
         with file.lock:
             if file.undecided and equal:
                 file.equal.append(piece)
@@ -430,6 +449,26 @@ class _Writing:
             if file.undecided:
                 self._create(file)
             return False
+
+    def _may_begin(self, piece: FileRange, arena: Arena) -> bool:
+        """Return whether an earlier file has the sample of a piece, which only a first piece has."""
+        if piece.start:
+            return True
+        end = min(piece.nbytes, BLOCK_NBYTES)
+        begin = max(0, end - SAMPLE_NBYTES)
+        assert self.earlier is not None
+        number = piece.file.number
+        return self.earlier.note_sample(number, self.source.look(number, begin, end - begin, arena))
+
+    def finish(self) -> None:
+        """Finish all files; a store then makes many files durable in about the time of one."""
+        count = min(_MOST_FINISHES, len(self._whole)) if len(self._whole) > _FEW_FINISHES else 1
+        run_jobs(self._whole, self._finish, threads=count, arena_nbytes=1, budget_nbytes=count)
+
+    def _finish(self, file: OutgoingFile, _: object = None) -> None:
+        with self._clocks["write"].timed(), self._signed(file.path):
+            assert file.writer is not None
+            file.writer.finish()
 
     def _digest(self, file: OutgoingFile, start: int, data: NDArray[np.uint8]) -> None:
         with self._clocks["digest"].timed(len(data)):
@@ -448,14 +487,14 @@ class _Writing:
             with suppress(IndexError):  # another worker took the last one
                 self._digest(*self._undigested.popleft())
 
-    def undo(self, *, keep: bool) -> None:
+    def undo(self) -> None:
         """Remove all files, or with `keep` only unfinished files."""
         paths = [file.path for file in self.taken.values()]
         for file in self.files:
             if file.writer is not None:
                 file.writer.abort()
                 paths.append(file.path)
-        for path in [] if keep else paths:
+        for path in [] if self._keep else paths:
             discard(self.storage, path)
 
     def record(self) -> None:
@@ -497,7 +536,7 @@ def write_files(
     order, file after file.  So a thread that fills a bounded ring in that order never waits for a worker that
     waits for that thread.  The calling thread calls `meanwhile()` once while workers write.
     """
-    writing = _Writing(storage, source, recorder, earlier)
+    writing = _Writing(storage, source, recorder, earlier, keep=keep)
     recorder.expect(sum(file.nbytes for file in files))
 
     try:
@@ -515,8 +554,9 @@ def write_files(
             )
             meanwhile = None
         writing.digest_late()
+        writing.finish()
     except BaseException:
-        writing.undo(keep=keep)
+        writing.undo()
         raise
     finally:
         writing.record()

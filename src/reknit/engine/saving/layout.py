@@ -116,6 +116,7 @@ class FileCut(NamedTuple):
 
     max_file_nbytes: int
     num_parts: int = 1
+    part_nbytes: int = 0
 
 
 def layout_digest(holdings: Holdings, cut: FileCut) -> bytes:

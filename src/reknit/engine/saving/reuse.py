@@ -12,7 +12,6 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xxhash
 from msgspec import Struct
 
 from reknit.engine import messages
@@ -21,7 +20,7 @@ from reknit.engine.memory.write import Outgoing, Written, discard
 from reknit.engine.stored.at_path import manifest_in
 from reknit.errors import ReknitError
 from reknit.format import paths
-from reknit.format.checksum import BLOCK_NBYTES, block_digests, num_blocks
+from reknit.format.checksum import BLOCK_NBYTES, digest, num_blocks
 from reknit.format.data_file import LABEL_NBYTES, relabelled, write_id_in
 from reknit.planner.columns import packed, unpacked
 from reknit.storage.base import CopiesFiles, HasFolderAbove, PerHost
@@ -74,7 +73,7 @@ def earlier_files(storage: Storage) -> dict[int, messages.EarlierFiles]:
             folder,
             [file.path for file in files],
             packed([file.nbytes for file in files], "i8"),
-            packed([digest for file in files for digest in file.digests], "u8"),
+            packed([one for file in files for one in file.digests], "u8"),
         )
         for rank, files in by_rank.items()
     }
@@ -113,8 +112,6 @@ _MOST_COPIES = 16
 """Files that a store copies at once, as each request lasts until the copy is made."""
 _LEAST_NBYTES = 1 << 20
 """Smaller files are written: a link or a copy costs as much."""
-_SAMPLE_NBYTES = 4096
-"""Bytes at the end of a first block that are compared before the block is digested."""
 
 
 class _KnownFile(NamedTuple):
@@ -209,24 +206,21 @@ class Reuse:
         """Return whether there is an earlier file of this size."""
         return number in self._known
 
-    def note_begin(self, number: int, data: NDArray[np.uint8]) -> None:
-        """Keep a digest of a sample of the first block, with which the next save compares first."""
-        self._samples[number] = xxhash.xxh3_64_intdigest(data[:BLOCK_NBYTES][-_SAMPLE_NBYTES:].data)
+    def note_sample(self, number: int, sample: Sequence[NDArray[np.uint8]]) -> bool:
+        """Keep the digest of a sample for the next save; return whether an earlier file may have it."""
+        self._samples[number] = digest(*sample)
+        return number in self._known and self._known[number].sample in (None, self._samples[number])
 
-    def equal(self, number: int, start: int, data: NDArray[np.uint8]) -> bool:
-        """Return whether the earlier file has these bytes, under its own write id."""
-        known, first = self._known[number], start // BLOCK_NBYTES
-        if start:
-            digests = np.asarray(block_digests(data))
-        else:
-            self.note_begin(number, data)
-            if known.sample not in (None, self._samples[number]):
-                return False
+    def equal(self, number: int, start: int, block: Sequence[NDArray[np.uint8]]) -> bool:
+        """Return whether the earlier file has this block, under its own write id."""
+        known = self._known[number]
+        if not start:
             if (known := self._labelled(number)).write_id is None:
                 return False
-            begin = relabelled(data[:BLOCK_NBYTES], self._write_id, known.write_id or "")
-            digests = np.concatenate((block_digests(begin), block_digests(data[BLOCK_NBYTES:])))
-        return np.array_equal(digests, known.file.digests[first : first + len(digests)])
+            begin, *rest = block
+            label = relabelled(begin[:LABEL_NBYTES], self._write_id, known.write_id or "")
+            block = label, begin[LABEL_NBYTES:], *rest
+        return digest(*block) == known.file.digests[start // BLOCK_NBYTES]
 
     def take_over(self, numbers: Sequence[int], taken: dict[int, Written]) -> None:
         """Let the store copy the earlier files of these numbers, unless it refuses a file."""

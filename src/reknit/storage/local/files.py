@@ -250,7 +250,7 @@ def linked(root: str, path: str, new_root: str, new_path: str, *, nbytes: int, f
         folders.prune(new_root, new_path)
         return False
     try:
-        same = _is_whole(new_root, new_path, nbytes, folders)
+        same = _is_whole(new_root, new_path, nbytes, folders, folders.note_entry())
     except BaseException:
         unlink_below(new_root, new_path)
         raise
@@ -260,8 +260,8 @@ def linked(root: str, path: str, new_root: str, new_path: str, *, nbytes: int, f
     return same
 
 
-def _is_whole(root: str, path: str, nbytes: int, folders: Folders) -> bool:
-    """Return whether there is a regular file of this size, and make it durable if so."""
+def _is_whole(root: str, path: str, nbytes: int, folders: Folders, entry: int) -> bool:
+    """Return whether there is a regular file of this size, and make it and its entry durable if so."""
     full = os.path.join(root, path)
     found = os.stat(full, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
@@ -272,7 +272,7 @@ def _is_whole(root: str, path: str, nbytes: int, folders: Folders) -> bool:
             os.fsync(fd)  # its writer may have asked for less
         finally:
             os.close(fd)
-    folders.sync(os.path.dirname(full))
+    folders.sync(os.path.dirname(full), entry)
     return True
 
 

@@ -195,9 +195,10 @@ class Folders:
         self._synced: dict[str, int] = {}
         """The number of entries that were made when the last sync of a folder began."""
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()
 
     def note_entry(self) -> int:
-        """Return the number of a file that was just created, for its `sync`."""
+        """Return the number of a file that was just created or linked, for its `sync`."""
         with self._lock:
             self._num_entries += 1
             return self._num_entries
@@ -221,26 +222,27 @@ class Folders:
         """Make the entries of a folder durable, and the entries of the folders above that lead there.
 
         That is done already for an `entry` if a sync of the folder began after the entry was made, as in a
-        save that creates all its files first.
+        save that creates all its files first.  Threads that sync at once wait for one sync.
         """
         if not self.durable:
             return
-        with self._lock:
-            if entry is not None and entry <= self._synced.get(folder, 0):
-                return
-            begun, own = self._num_entries, folder
-        while True:
-            sync_folder(folder)
-            if folder in (self._anchor, "/"):
-                break
-            folder = os.path.dirname(folder)
-        with self._lock:
-            above = sorted(self._unsynced_above)
-        for name in above:
-            sync_folder(name)
-        with self._lock:
-            self._unsynced_above.difference_update(above)
-            self._synced[own] = max(begun, self._synced.get(own, 0))
+        with self._syncing:
+            with self._lock:
+                if entry is not None and entry <= self._synced.get(folder, 0):
+                    return
+                begun, own = self._num_entries, folder
+            while True:
+                sync_folder(folder)
+                if folder in (self._anchor, "/"):
+                    break
+                folder = os.path.dirname(folder)
+            with self._lock:
+                above = sorted(self._unsynced_above)
+            for name in above:
+                sync_folder(name)
+            with self._lock:
+                self._unsynced_above.difference_update(above)
+                self._synced[own] = begun
 
     def prune(self, root: str, path: str) -> None:
         """Call `prune`, and then also remove the anchor and the folders above it that did not exist before.

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from reknit.errors import (
@@ -111,10 +112,14 @@ def _standing(path: str) -> str:
 
 def _filesystem(folder: str) -> str | None:
     """Return the type of the file system that holds a folder, None if it is unknown."""
-    device = os.stat(folder).st_dev
+    return _type_of(os.stat(folder).st_dev, _MOUNTS)
+
+
+@lru_cache(maxsize=16)  # a save with many files would read a long table for each
+def _type_of(device: int, table: str) -> str | None:
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
-        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
+        with open(table, encoding="utf-8", errors="surrogateescape") as mounts:
             for line in mounts:
                 mount, _, source = line.partition(" - ")
                 if mount.split(" ", 3)[2] == wanted:
