@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -33,7 +32,7 @@ from tests.faults.nursery import wait_until
 from tests.storage.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from reknit.errors import ReknitError
@@ -101,11 +100,20 @@ def test_an_agent_starts_without_what_only_trainers_need() -> None:
     assert printed(named) == ["StorageError", "reknit.transforms"], "the module of a store may ask for it"
 
 
-def linked(rank: int = 0, *, low_priority: bool = False) -> tuple[agent_link.AgentLink, psutil.Process]:
-    """Return a trainer's link to an agent that has joined others, and the process of the agent."""
+def linked(
+    rank: int = 0, *, low_priority: bool = False, signals: Iterable[int] = ()
+) -> tuple[agent_link.AgentLink, psutil.Process]:
+    """Return a trainer's link to an agent that has joined others, and the process of the agent.
+
+    The process gets `signals` as soon as there is one.
+    """
     link = agent_link.AgentLink(rank, in_process=False, send_timeout_s=LIMIT_S)
+    for number in signals:
+        psutil.Process(link.pid).send_signal(number)
     about: dict[str, Any] = {"job": "agents", "rank": rank, "hosts": [0], "fan_out": 1, "generation": 7}
-    link.ask(say.Join(**about, comm={}, low_priority=low_priority), 60)
+    link.send(say.Join(**about, comm={}, low_priority=low_priority))
+    link.send(say.ConnectParent(""))
+    assert link.answer(60) == say.Joined()
     return link, psutil.Process(link.pid)
 
 
@@ -178,13 +186,16 @@ def test_the_bytes_of_a_file_are_written_when_the_trainer_has_staged_them() -> N
 
 
 def test_an_agent_lives_through_the_signals_that_are_meant_for_its_trainer() -> None:
-    link, agent = linked()
-    assert os.getsid(agent.pid) == agent.pid, "Ctrl-C in a terminal is for the trainer"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        agent.send_signal(number)
-    assert link.ask(say.ConnectParent(""), 60) == say.Joined(None)
-    link.quit()
-    assert link.ended(60)
+    for link, agent in (linked(), linked(signals=say.FOR_TRAINERS)):
+        assert os.getsid(agent.pid) == agent.pid, "Ctrl-C in a terminal is for the trainer"
+        for number in say.FOR_TRAINERS:
+            agent.send_signal(number)
+        link.send(say.ConnectParent(""))
+        assert link.answer(60) == say.Joined()
+        link.quit()
+        assert link.ended(60)
+        assert link.gone is not None
+        assert link.gone.message.endswith("has ended"), link.gone
 
 
 def test_an_agent_gives_way_unless_it_is_asked_not_to() -> None:

@@ -147,8 +147,8 @@ def test_agents_that_replace_lost_ones_end_too(
     begun, free = threading.Event(), threading.Event()
     form = AgentSession.form
 
-    def late(*args: Any) -> AgentSession:
-        session = form(*args)
+    def late(*args: Any, **options: Any) -> AgentSession:
+        session = form(*args, **options)
         begun.set()
         assert free.wait(LIMIT_S)
         return session

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.async_kills import GONE_S, MIB, Plan, run_once
-from tests.faults.nursery import send, wait_for_ends, wait_until
+from tests.faults.nursery import is_running, send, wait_for_ends, wait_until
 from tests.faults.trainers import found, step_path
 from tests.running.examples import is_night
 
@@ -40,6 +40,26 @@ def test_a_large_state_that_was_staged_is_committed_after_the_trainers_died(
     plan = Plan("trainers", 2, 64 * MIB, rank=1, watched=0, word="staged", step=1, delay_s=0.0)
     outcome = run_once(nursery, tmp_path, plan)
     assert outcome.committed >= 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_first_save_is_committed_though_all_trainers_die_before_any_agent_runs(
+    nursery: Nursery, tmp_path: Path, size: int
+) -> None:
+    trainers = nursery.start_job("save_with_stopped_agents", tmp_path, size)
+    for trainer in trainers:
+        wait_until(lambda t=trainer: t.said("saved") or t.said("failed"), GONE_S, trainer.reported)  # type: ignore[misc]
+    agents = [pid for trainer in trainers for pid in trainer.agents()]
+    assert len(agents) == size
+    for trainer in trainers:
+        trainer.kill()
+        wait_until(lambda t=trainer: not t.alive(), GONE_S)  # type: ignore[misc]
+    assert found(step_path(tmp_path, 0), size, MIB) is None
+    for pid in agents:
+        send(pid, signal.SIGCONT)
+    wait_until(lambda: not any(map(is_running, agents)), GONE_S, trainers[0].reported)
+    assert found(step_path(tmp_path, 0), size, MIB) == 0
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import reknit
 from reknit.comm import group as comm
 from reknit.comm.group import quietly
 from reknit.comm.meeting.rendezvous import FolderStore
+from reknit.engine.background import link
 from reknit.engine.memory.arena_pool import Arenas
 from reknit.events.phase import Deadline
 from reknit.options import CommOptions
@@ -86,7 +87,9 @@ def found(path: str, size: int, nbytes: int) -> int | None:
 class Trainer:
     """A rank of a job that writes lines to a log."""
 
-    def __init__(self, log: str, root: str, rank: int, size: int, nbytes: int = 0) -> None:
+    def __init__(
+        self, log: str, root: str, rank: int, size: int, nbytes: int = 0, options: CommOptions = COMM
+    ) -> None:
         self.root, self.rank, self.size, self.nbytes = root, rank, size, nbytes
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         tempfile.tempdir = f"{root}/temporary"
@@ -97,7 +100,7 @@ class Trainer:
             with quietly():
                 from reknit.comm.tree.tree_group import TreeGroup
 
-            self.group = TreeGroup.join(FolderStore(f"{root}/meet"), rank, size, job="test", options=COMM)
+            self.group = TreeGroup.join(FolderStore(f"{root}/meet"), rank, size, job="test", options=options)
         self.state = state(0, size, nbytes, rank)
 
     def say(self, *words: object) -> None:
@@ -336,6 +339,24 @@ class Strikes:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load nothing."""
+
+
+def save_with_stopped_agents(log: str, root: str, rank: int, size: int) -> None:
+    """Save for the first time, on one host, while the agents are stopped before they run any code."""
+    start = link.start_child
+
+    def stopped(*arguments: Any, **options: Any) -> Any:
+        process = start(*arguments, **options)
+        process.send_signal(signal.SIGSTOP)
+        return process
+
+    link.start_child = stopped
+    on_one_host = CommOptions(connect_timeout_s=PATIENCE_S)
+    me = Trainer(log, root, rank, size, 1 << 20, on_one_host)
+    pending = me.save(0, options=dataclasses.replace(OPTIONS, comm=on_one_host))
+    me.update(1)
+    me.say("saved")
+    me.ended(0, pending)
 
 
 def prepare_and_lose(log: str, root: str, rank: int, size: int, victim: str, late: bool) -> None:

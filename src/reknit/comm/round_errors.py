@@ -166,6 +166,14 @@ def process_ended(rank: int) -> CommError:
     )
 
 
+def not_connected(ranks: Sequence[int], above: int, timeout_s: float) -> DeadlineError:
+    """Return the error of a group in which ranks did not connect to the one above them."""
+    return DeadlineError(
+        f"{spelled(ranks)} did not connect to {spelled([above])} within {timeout_s:g} s",
+        remedy=_LOOK_FOR_A_KILL,
+    )
+
+
 def unreachable(rank: int, address: str, timeout_s: float, detail: str) -> DeadlineError:
     """Return the error of a rank that cannot join, since the one above it does not answer."""
     return DeadlineError(

@@ -26,6 +26,18 @@ class ShardClaims(msgspec.Struct, array_like=True):
     nbytes: bytes
 
 
+class FirstClaims(msgspec.Struct, array_like=True):
+    """The claims of a rank while its agent starts; None where it has failed, or joins without a save."""
+
+    shards: ShardClaims | None
+
+
+class FirstOwners(msgspec.Struct, array_like=True):
+    """The root's answer: the owners that the agents will find, or None if some rank has no claims."""
+
+    shards: bytes | None
+
+
 class Copies(msgspec.Struct, frozen=True, array_like=True):
     """Shards of which several ranks have copies, as a rank sends them to be compared.
 
@@ -276,20 +288,24 @@ class LoadDecision(msgspec.Struct, array_like=True):
 class ListenAddress(msgspec.Struct, array_like=True):
     """While a tree forms: a rank's address in it, and the rank above it.
 
-    `number` is that of the next save which the rank has not begun.
+    `number` is that of the next save which the rank has not begun.  `side` is the address of the rank in a
+    second tree that forms with it.
     """
 
     address: str
     above: int | None
     number: int = 0
+    side: str = ""
 
 
 class TreeAddress(msgspec.Struct, array_like=True):
     """The root's answer to `ListenAddress`: the address above, and values that all ranks share.
 
     That is the seed of all write ids to come, and the number of the first save in which all can take part.
+    `side` is the address above in the second tree.
     """
 
     above: str
     seed: str
     number: int
+    side: str

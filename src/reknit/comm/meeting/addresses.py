@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import secrets
 import socket
 import stat
 import tempfile
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reknit.errors import CommError, UsageError
 from reknit.options import ANYWHERE
+from reknit.system import aside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,24 +63,47 @@ def addresses(options: CommOptions, *, one_host: bool, master: str | None = None
 
 
 class PrivateSocket:
-    """The name of a server's socket that only processes of this user can connect to, or even see.
+    """A socket that listens where only processes of this user can connect, or even see it.
 
-    It is in a folder that other users may not enter.  Once all ranks have connected, the name is not needed
-    any more.
+    Its name is in a folder that other users may not enter.  Once all ranks have connected, the name is not
+    needed any more.  `address` has the name, and the token that a process has to show there.
     """
 
-    def __init__(self) -> None:
-        """Make the folder.  Raises `CommError`."""
-        self._folder = _private_folder()
-        self._path = f"{self._folder}/ranks"
-        self.address = f"{_UNIX_SCHEME}{self._path}"
+    def __init__(self, address: str, fd: int) -> None:
+        """Take over a socket, with its address, from the process that made it by `listen`."""
+        self.socket, self.address = socket.socket(fileno=aside(fd)), address
+        name, _, self.token = address.rpartition(" ")
+        self._path = socket_path(name)
+
+    @classmethod
+    def listen(cls, backlog: int) -> PrivateSocket:
+        """Listen in a folder of its own, with a new token.  Raises `CommError`."""
+        address = f"{_UNIX_SCHEME}{_private_folder()}/ranks {secrets.token_hex(32)}"
+        here = cls(address, socket.socket(socket.AF_UNIX).detach())
+        try:
+            here.socket.bind(here._path)
+            here.socket.listen(backlog)
+        except BaseException as error:
+            here.close()
+            here.remove()
+            if not isinstance(error, OSError):
+                raise
+            raise CommError(
+                f"no server can listen on {address.partition(' ')[0]}: {error}",
+                remedy='set TMPDIR to another folder, or CommOptions.bind to "127.0.0.1"',
+            ) from error
+        return here
+
+    def close(self) -> None:
+        """Close this process's descriptor; another process may go on to listen."""
+        self.socket.close()
 
     def remove(self) -> None:
         """Remove the name; connections stay open.  Removing twice does nothing."""
         with suppress(OSError):  # a remaining folder is closed to other users
             with suppress(FileNotFoundError):
                 os.unlink(self._path)
-            os.rmdir(self._folder)
+            os.rmdir(os.path.dirname(self._path))
 
 
 def _private_folder() -> str:

@@ -432,6 +432,11 @@ class Below(Wire):
     has_end = False
 
 
+def most_strangers(num_below: int) -> int:
+    """Return the number of connections of processes that are not ranks yet, at a rank with ranks below."""
+    return 2 * num_below + SPARE_CONNECTIONS
+
+
 class HostServer(Loop[Below]):
     """The server of a rank: answers the ranks below from its rounds.
 
@@ -441,9 +446,16 @@ class HostServer(Loop[Below]):
     host = UNIX
 
     def __init__(
-        self, rounds: Rounds, hello: Hello, topology: Topology, options: CommOptions, _: object = None
+        self,
+        rounds: Rounds,
+        hello: Hello,
+        topology: Topology,
+        options: CommOptions,
+        _: object = None,
+        *,
+        door: PrivateSocket | None = None,
     ) -> None:
-        """Listen."""
+        """Listen, or take over a `door` where the ranks below may connect already."""
         if topology.num_hosts > 1:
             raise UsageError(
                 f"CommOptions.bind='unix' connects ranks of one host, and these are on {topology.num_hosts}",
@@ -452,41 +464,28 @@ class HostServer(Loop[Below]):
         super().__init__()
         self._rounds, self._rank, self._limit = rounds, hello.rank, options.max_message_nbytes
         self._unattached = set(topology.children(hello.rank))
-        self._most_strangers = 2 * len(self._unattached) + SPARE_CONNECTIONS
+        self._most_strangers = most_strangers(len(self._unattached))
         self._has_logged = False
-        token = secrets.token_hex(32)
-        self._token = token.encode()
-        self._listener = socket.socket(socket.AF_UNIX)
         try:
-            self._name = PrivateSocket()
+            self._door = door or PrivateSocket.listen(self._most_strangers)
         except BaseException:
-            self.shut()
+            super().shut()
             raise
-        self.address = f"{self._name.address} {token}"
+        self._listener, self.address = self._door.socket, self._door.address
+        self._token = self._door.token.encode()
         try:
-            self._listen()
+            self._listener.settimeout(0)
+            self.doors[self._listener.fileno()] = self._accept
             rounds.on_change = self.ring
             self.start()
         except BaseException:
             self.stop()
             raise
 
-    def _listen(self) -> None:
-        self._listener.settimeout(0)
-        try:
-            self._listener.bind(socket_path(self._name.address))
-            self._listener.listen(self._most_strangers)
-        except OSError as error:
-            raise CommError(
-                f"no server can listen on {self._name.address}: {error}",
-                remedy='set TMPDIR to another folder, or CommOptions.bind to "127.0.0.1"',
-            ) from error
-        self.doors[self._listener.fileno()] = self._accept
-
     def stop(self, grace_s: float | None = None) -> None:
         """Wait until the ranks below have received their outcomes and the end of the group, and have left."""
         super().stop(round_errors.GRACE_S if grace_s is None else grace_s)
-        self._name.remove()
+        self._door.remove()
 
     def shut(self) -> None:
         """Close all descriptors without a word."""
@@ -547,7 +546,7 @@ class HostServer(Loop[Below]):
             wire.child, wire.due = self._rounds.attach(decode(message, Hello, self._limit)), None
             self._unattached.discard(wire.child)
             if not self._unattached:  # a killed job would leave the name behind
-                self._name.remove()
+                self._door.remove()
         elif wire.child is None or kind not in (ROUND, DROP, NEWS):
             raise ProtocolError("a process sends messages of a rank before it has joined, or of no kind")
         elif kind == NEWS:

@@ -241,7 +241,14 @@ class Rounds:
         with self.changed:
             child = self.greet(theirs)
             self._attached.add(child)
+            self.changed.notify_all()
         return child
+
+    def missing_below(self, timeout_s: float) -> list[int]:
+        """Wait until all children are connected; return the children that are not, after `timeout_s`."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._attached >= self._children, timeout_s)
+            return sorted(self._children - self._attached)
 
     def receive_news(self, news: News) -> None:
         """Take the error that broke the group from below.  Raises `ProtocolError` for another group."""

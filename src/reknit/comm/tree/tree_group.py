@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import round_errors
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reknit.comm.group import Call, Topology
+    from reknit.comm.meeting.addresses import PrivateSocket
     from reknit.comm.meeting.rendezvous import Store
     from reknit.comm.tree.over_grpc import Server, Uplink
     from reknit.comm.tree.over_sockets import HostServer, HostUplink
@@ -86,11 +88,13 @@ class TreeGroup:
         *,
         master: str | None = None,
         processes: Mapping[int, str] | None = None,
+        door: PrivateSocket | None = None,
     ) -> None:
         """Listen, for ranks that `connect_parent` in any order.  Raises `CommError` when it cannot.
 
         Use `join` for ranks that share a store.  `master` is the host of that store, if it has one.
-        `processes` are the processes of the ranks below, if they have names.
+        `processes` are the processes of the ranks below, if they have names.  `door` is the socket of a
+        server that listens already.
         """
         if not 0 <= rank < topology.size:
             raise UsageError(f"rank must be within 0 .. size - 1, not {rank} of {topology.size}")
@@ -115,6 +119,8 @@ class TreeGroup:
         if children:
             with typed_known():
                 listen, _ = _ends(is_unix=options.bind == UNIX)
+                if door is not None:
+                    listen = partial(listen, door=door)
                 self.server = listen(self.rounds, self._hello, topology, options, master)
         self.address = self.server.address if self.server is not None else ""
         self.host = self.server.host if self.server is not None else None
@@ -186,6 +192,25 @@ class TreeGroup:
     def broken(self) -> bool:
         """Whether the group has been found broken."""
         return self.rounds.broken is not None
+
+    def await_below(self) -> None:
+        """Wait until the ranks below have connected; break the group if one does not, in the time for it."""
+        timeout_s = self._options.connect_timeout_s
+        if missing := self.rounds.missing_below(timeout_s):
+            self.rounds.break_off(round_errors.not_connected(missing, self.rank, timeout_s))
+
+    def fail(self, address: str, error: ReknitError) -> None:
+        """Join only to send `error` to the neighbours, in the place of a process that ended before it joined.
+
+        `address` is as in `connect_parent`.
+        """
+        self.rounds.break_off(error)
+        try:
+            with suppress(ReknitError):  # the rank above has ended, or its process has joined before its end
+                self.connect_parent(address)
+            self.rounds.missing_below(self._options.connect_timeout_s)
+        finally:
+            self.close()
 
     def gather(self, call: Call) -> list[bytes] | None:
         """Enter a round, as `Group.gather` says; errors may take up to 5 s longer than `timeout_s`."""

@@ -17,11 +17,11 @@ import sys
 import threading
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from reknit.comm.group import Group, SoloGroup, Topology
+from reknit.comm.group import Group, SoloGroup
 from reknit.engine.background import messages
-from reknit.engine.background.lanes import Lanes, work
+from reknit.engine.background.lanes import Lanes, joining, work
 from reknit.engine.stored.agents import Note
 from reknit.errors import AgentError, GroupClosedError, ReknitError, from_wire, typed
 from reknit.options import CommOptions, SaveOptions
@@ -32,6 +32,7 @@ from reknit.types.small import lazy_property
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from reknit.comm.tree.tree_group import TreeGroup
     from reknit.engine.background.agent_save import AgentSave, AgentState, WarmUp
     from reknit.engine.background.lanes import Jobs, PromotionLane
     from reknit.processes.shared_memory import SharedMemory
@@ -52,7 +53,7 @@ class Agent:
         self._channel = channel
         self._trainer = trainer
         self._rank = 0
-        self._port: Any = None
+        self._port: TreeGroup | None = None
         self._group: Group = SoloGroup()
         self._lanes = Lanes()
         self._comm = CommOptions()
@@ -147,43 +148,34 @@ class Agent:
         except RuntimeError:  # no further thread: staged saves are written without a limit
             signal.alarm(math.ceil(limit_s))
 
-    def _join(self, join: messages.Join) -> None:
+    def _join(self, join: messages.Join, door: int | None = None) -> None:
         self._rank = join.rank
         if join.low_priority and self._trainer is not None:
             with suppress(OSError):  # a sandbox may refuse even this
                 os.nice(_LOW_NICE)
         if len(join.hosts) == 1:
             self._group = SoloGroup(join.generation)
-            self._channel.try_send(messages.Listening("", None))
             return
-        from reknit.comm.tree.tree_group import TreeGroup  # a job of one rank does not need it
-
-        assert join.generation is not None
         self._comm = CommOptions(**join.comm)
-        try:
-            self._port = TreeGroup(
-                join.rank,
-                Topology(join.hosts, join.fan_out),
-                job=join.job,
-                generation=join.generation,
-                options=self._comm,
-            )
-        except ReknitError as error:
-            self._channel.try_send(messages.Joined(error.to_wire()))
-        else:
-            self._channel.try_send(messages.Listening(self._port.address, self._port.above))
+        port = joining(join, door)
+        self._group = self._port = port
+        if port.address and door is None:
+            self._channel.try_send(messages.Listening(port.address))
 
     def _connect_parent(self, connect: messages.ConnectParent) -> None:
-        if self._port is not None:
+        port = self._port
+        if port is not None:
             try:
-                self._port.connect_parent(connect.above)
-            except ReknitError as error:
-                self._channel.try_send(messages.Joined(error.to_wire()))
-                return
+                port.connect_parent(connect.above)
+            except ReknitError as error:  # it must not be alone in its saves, so it ends
+                port.rounds.break_off(error)
+                raise
             send = self._channel.try_send
-            self._port.on_broken(lambda error: send(messages.Broken(isinstance(error, GroupClosedError))))
-            self._group = self._port
-        self._channel.try_send(messages.Joined(None))
+            port.on_broken(lambda error: send(messages.Broken(isinstance(error, GroupClosedError))))
+            self._to_commit.put(
+                port.await_below
+            )  # another agent may never begin, and its trainer be gone, too
+        self._channel.try_send(messages.Joined())
 
     def _take_arena(self, given: messages.GiveArena, fd: int) -> None:
         from reknit.processes.shared_memory import SharedMemory  # brings NumPy, as `_maker` does
@@ -323,10 +315,9 @@ def _load_index_code() -> None:
 
 def main(fd: int, trainer: int) -> None:
     """Serve the trainer at the other end of a socket, and outlive it."""
-    # A signal to the whole job is meant for the trainers, which may save once more; an agent ends with its
-    # trainer.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in messages.FOR_TRAINERS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, messages.FOR_TRAINERS)
     logging.basicConfig(format="%(name)s: %(message)s")
     Agent(Channel(socket.socket(fileno=fd), messages.decode), trainer).run()
 

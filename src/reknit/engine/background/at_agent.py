@@ -60,6 +60,8 @@ class AtAgent:
         self._begun_at = monotonic()
         self._starting: AgentStart | None = None
         self._must_join = False
+        self._owners: bytes | None = None
+        """The owners of the claimed shards, if the trainers found them while the agents start."""
         self._chosen: Chosen | None = None
         """The copies to compare, once the save has begun."""
         self._settle: Callable[[], None] | None = None
@@ -101,9 +103,12 @@ class AtAgent:
             return Owners(part.layout, b"", {part.layout: known.outline})
         if not part.needs_assignment:
             return Owners(part.layout, b"", {})
-        self._chosen = self._begin(claimed=False)
+        self._join()
+        if self._owners is None:
+            self._chosen = self._begin(claimed=False)
         with self.task.recorder.phase("assign"):
-            return Owners(part.layout, self.save.owners(self.task.options.timeout_s), {})
+            owners = self._owners or self.save.owners(self.task.options.timeout_s)
+        return Owners(part.layout, owners, {})
 
     def write(self, files: LiveFiles) -> None:
         """Copy the files to an arena; the agent writes each span as soon as it is filled."""
@@ -151,6 +156,8 @@ class AtAgent:
         """Prepare for saves of the state of the task, with all ranks, in the place of `saving.save`."""
         with self.rounds():
             part_nbytes = self.open()
+            if self._starting is not None:
+                self._starting.begin()  # beside the preparation, for which no step of training waits
             with self.task.recorder.phase("collect"):
                 part = encode(self.task.holdings(), self.task, part_nbytes=part_nbytes)
             self._warm_up(part)
@@ -176,7 +183,7 @@ class AtAgent:
         self.save.begin(begin, task.recorder)
         if part.needs_assignment:
             with task.recorder.phase("assign"):
-                owners = self.save.owners(task.options.timeout_s)
+                owners = self._owners or self.save.owners(task.options.timeout_s)
         files = files or lay_out(part, Owners(part.layout, owners, {}))
         self.session.keep(part.layout, Plan(files.outline, assigned=True))  # or all plans are dropped
         Staging(sources)  # the stream of each device that will be copied from
@@ -198,14 +205,24 @@ class AtAgent:
             return
         task, background, outcome = self.task, self._background, self.outcome
         starting, self._starting, self._must_join = self._starting, None, False
-        self.session = session = background.supervisor.session_for(self._number, task.group, starting)
+        if starting is not None:
+            starting.begin()
+        supervisor, number = background.supervisor, self._number
+        self.session = session = supervisor.session_for(number, task.group, starting, self._first_claims)
+        self._owners = None if starting is None else session.owners
         self.save = save = session.new_save(self._number, outcome)
         save.begun, save.group = self._begun_at, task.group
         save.unrecorded = None if task.wrong else task.recorder
         self._arena.hand_over(save)
-        background.supervisor.begun(self._number)
+        supervisor.begun(number)
         background.wait_for(outcome.path, task.options.timeout_s, exclude=session)
         outcome.place = outcome.path, session
+
+    def _first_claims(self) -> round_messages.FirstClaims:
+        """Return the claims of this rank for the round in which agents start."""
+        # On several hosts the requests of all ranks would be too many, so their agents find the owners.
+        has_claims = hasattr(self, "part") and self.task.group.topology.num_hosts == 1
+        return round_messages.FirstClaims(self.part.encoded.shard_claims() if has_claims else None)
 
     def _begin_with(self, files: LiveFiles) -> None:
         """Begin the save at the agent, unless it has begun, with the plan of these files."""

@@ -1,22 +1,30 @@
-"""The lanes in which an agent promotes: one per store, so that a slow store does not delay others."""
+"""The groups beside that of the trainers, and the lanes in which an agent promotes.
+
+A lane is for one store, so that a slow store does not delay others.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import queue
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from reknit.comm import group as comm
 from reknit.engine import messages
+from reknit.options import UNIX, CommOptions
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
-    from reknit.options import CommOptions
+    from reknit.comm.meeting.addresses import PrivateSocket
+    from reknit.comm.tree.tree_group import TreeGroup
+    from reknit.engine.background.messages import Join
 
+    Door: TypeAlias = PrivateSocket
+    Side: TypeAlias = TreeGroup
     Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
@@ -27,13 +35,10 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
     """
     if group.size == 1:
         return comm.SoloGroup()
-    from reknit.comm.tree.tree_group import TreeGroup  # a job of one rank does not need it
-
     side: TreeGroup | None = None
     try:
         with comm.turn(group, name, timeout_s) as turn:
-            here, topology, generation = where_of(group, options), group.topology, group.generation
-            side = TreeGroup(group.rank, topology, job=name, generation=generation, options=here)
+            side = listening(group, name, options)
             address = messages.ListenAddress(side.address, side.above)
             place = turn.give(places(turn.gather(address)), messages.TreeAddress)
         # The loss of a rank before it is connected would show only at the deadline of a round.
@@ -45,6 +50,61 @@ def side_group(group: comm.Group, name: str, options: CommOptions, timeout_s: fl
             side.close()
         raise
     return side
+
+
+def listening(group: comm.Group, name: str, options: CommOptions) -> TreeGroup:
+    """Return the place of this rank in a second group of the same ranks, which it has not joined yet."""
+    from reknit.comm.tree.tree_group import TreeGroup  # a job of one rank does not need it
+
+    here, topology, generation = where_of(group, options), group.topology, group.generation
+    return TreeGroup(group.rank, topology, job=name, generation=generation, options=here)
+
+
+def opened_door(join: Join, num_below: int) -> PrivateSocket:
+    """Return the socket of an agent's server, and put its address into the message to the agent."""
+    from reknit.comm.meeting.addresses import PrivateSocket  # as above
+    from reknit.comm.tree.over_sockets import most_strangers
+
+    door = PrivateSocket.listen(most_strangers(num_below))
+    join.door = door.address
+    return door
+
+
+def joining(join: Join, door: PrivateSocket | int | None) -> TreeGroup:
+    """Return the place of an agent among the agents, before it joins them; `door` is that of `join`."""
+    from reknit.comm.meeting.addresses import PrivateSocket  # as above
+    from reknit.comm.tree.tree_group import TreeGroup
+
+    assert join.generation is not None
+    return TreeGroup(
+        join.rank,
+        comm.Topology(join.hosts, join.fan_out),
+        job=join.job,
+        generation=join.generation,
+        options=CommOptions(**join.comm),
+        door=PrivateSocket(join.door, door) if isinstance(door, int) else door,
+    )
+
+
+def first_owners(requests: Sequence[messages.FirstClaims]) -> list[messages.FirstOwners]:
+    """Return the owners of the shards that each rank claims, as the agents will find them later."""
+    claimed = [request.shards for request in requests if request.shards is not None]
+    if len(claimed) < len(requests) or not any(shards.keys for shards in claimed):
+        return [messages.FirstOwners(None)] * len(requests)
+    from reknit.engine.saving.coordinator import (
+        Coordinator,  # for a state without claims, only agents need it
+    )
+    from reknit.engine.saving.packing import claims
+
+    of_ranks = [
+        claims(rank, messages.RankClaims("", None, b"", shards, [])) for rank, shards in enumerate(claimed)
+    ]
+    return [messages.FirstOwners(answer.shard_owners) for answer in Coordinator().assign(None, of_ranks)]
+
+
+def is_private(above: str) -> bool:
+    """Return whether the agents of a rank and of the one above it, if any, meet at a socket of their host."""
+    return not above or above.startswith(f"{UNIX}:")
 
 
 def where_of(group: comm.Group, options: CommOptions) -> CommOptions:
@@ -63,8 +123,8 @@ def places(ranks: Sequence[messages.ListenAddress] | None) -> list[messages.Tree
     if ranks is None:
         return None
     seed, number = secrets.token_hex(16), max(rank.number for rank in ranks)
-    above = ["" if rank.above is None else ranks[rank.above].address for rank in ranks]
-    return [messages.TreeAddress(address, seed, number) for address in above]
+    above = [None if rank.above is None else ranks[rank.above] for rank in ranks]
+    return [messages.TreeAddress(a.address if a else "", seed, number, a.side if a else "") for a in above]
 
 
 _MOST = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from reknit.system import identity, socket_pair, start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reknit.engine.background.lanes import Door
     from reknit.engine.background.messages import ProcessContext
     from reknit.processes.channel import ReceivedMessage
 
@@ -50,7 +52,7 @@ class AgentLink:
         """Whether no later save can succeed with this agent."""
         self.ended_on_purpose = False
         """Whether the cause is that the trainer of another rank ended, or closed its agent."""
-        self._quitting = False
+        self._quitting = self._has_joined = False
         self._process: subprocess.Popen[bytes] | None = None
         self.in_process = in_process
         self.context: ProcessContext | None = None
@@ -58,6 +60,10 @@ class AgentLink:
         self._identity = identity()
         self._answered = threading.Condition()
         self._answers: list[messages.Listening | messages.Joined] = []
+        self.door: Door | None = None
+        """The socket of the agent's server, kept here until the agent has joined the others."""
+        self.unjoined: Callable[[ReknitError], None] = _ignore
+        """Called last when the agent is gone, if it did not join the others."""
         self.gone: ReknitError | None = None
         self._fell: ReknitError | None = None
         """The error with which the agent announced its end."""
@@ -95,6 +101,16 @@ class AgentLink:
         if isinstance(message, messages.Begin):
             self.context = message.context or self.context
 
+    def send_to_starting(self, message: Message, fd: int | None = None) -> None:
+        """Send a message to an agent that starts.  Raises the reason of its end when it is gone."""
+        try:
+            self.send(message, fd)
+        except AgentError:
+            self.ended(_REAP_S)
+            if self.gone is not None:
+                raise self.gone from None
+            raise
+
     def require_same_identity(self) -> None:
         """Raise `AgentError` if this process has changed its user or root folder since the agent began."""
         now = identity()
@@ -113,25 +129,16 @@ class AgentLink:
             "agents; or save with wait=True",
         )
 
-    def ask(self, message: Message, timeout_s: float) -> messages.Listening | messages.Joined:
-        """Send a message and return the answer, or raise the error of an agent without an answer."""
-        self.send(message)
-        return self.answer(timeout_s)
-
     def answer(self, timeout_s: float) -> messages.Listening | messages.Joined:
-        """Return the answer to a message, or raise the error of an agent without an answer."""
+        """Return the next answer of the agent, or raise the error of an agent without one."""
         deadline = Deadline(timeout_s)
         with self._answered:
             self._answered.wait_for(lambda: self._answers or self.gone, deadline.remaining())
             if self._answers:
-                answer = self._answers.pop(0)
-            elif self.gone is not None:
-                raise self.gone
-            else:
-                raise DeadlineError(f"the agent of rank {self.rank} did not answer within {timeout_s:g} s")
-        if isinstance(answer, messages.Joined) and answer.error is not None:
-            raise from_wire(answer.error)
-        return answer
+                return self._answers.pop(0)
+        raise self.gone or DeadlineError(
+            f"the agent of rank {self.rank} did not answer within {timeout_s:g} s", rank=self.rank
+        )
 
     def quit(self) -> None:
         """Ask the agent to end when it has finished its saves."""
@@ -142,6 +149,7 @@ class AgentLink:
     def end(self) -> None:
         """End an agent without saves, or one that is still starting, and wait until it is gone."""
         self.quit()
+        self.unjoined = _ignore  # no other agent needs it
         if self._process is not None:
             self._process.kill()
             self.ended(_REAP_S)
@@ -156,6 +164,8 @@ class AgentLink:
         self.broken = True
         self.gone = AgentError("a forked process has no part in the saves of its parent")
         self.channel.close()
+        if self.door is not None:
+            self.door.close()
 
     def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
         """Start the agent in a session of its own, out of reach of the terminal's signals, and return it."""
@@ -164,12 +174,16 @@ class AgentLink:
                 "there is no Python executable to start an agent with",
                 remedy="save with wait=True, or set sys.executable",
             )
+        # Blocked signals stay blocked in the process.  Until the agent ignores these, they would end it.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, messages.FOR_TRAINERS)
         try:
             return start_child(MODULE, fd, str(os.getpid()), stdout=subprocess.DEVNULL, new_session=True)
         except OSError as error:
             raise AgentError(
                 f"the agent of rank {self.rank} could not be started: {error}", rank=self.rank
             ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _run_here(self, channel: Channel) -> None:
         # Imported only here: `python -m` would complain of a module that is there before it is run.
@@ -186,6 +200,10 @@ class AgentLink:
         while (received := self._receive()) is not None:
             message = received.message
             if isinstance(message, (messages.Listening, messages.Joined)):
+                if isinstance(message, messages.Joined):
+                    self._has_joined = True
+                    if self.door is not None:
+                        self.door.close()
                 with self._answered:
                     self._answers.append(message)
                     self._answered.notify_all()
@@ -208,6 +226,11 @@ class AgentLink:
         with self._answered:
             self.gone = error
             self._answered.notify_all()
+        if not self._has_joined:
+            self.unjoined(error)
+        if self.door is not None:
+            self.door.close()
+            self.door.remove()
 
     def _receive(self) -> ReceivedMessage | None:
         """Return the next message; None when the agent is gone, or a message came without its descriptor."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from contextlib import suppress
@@ -24,6 +25,12 @@ from reknit.environment import all_variables, fsspec_config, take_variables
 from reknit.processes.channel import Message
 from reknit.system import umask
 from reknit.types.small import decoder
+
+FOR_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that agents ignore: they may go to the whole job, and trainers may save once more.
+
+An agent ends with its trainer.
+"""
 
 
 class ProcessContext(msgspec.Struct, array_like=True):
@@ -102,7 +109,8 @@ class Join(AgentMessage):
     """To the agent: open a server for the agents below, as a rank of this group of agents.
 
     `hosts`, `fan_out` and `generation` are the same as in the trainers' tree.  `generation` is None for a
-    single process that was given none.
+    single process that was given none.  `door` is the address of a socket for that server, whose descriptor
+    comes with the message; without one, an agent with others below it answers with `Listening`.
     """
 
     job: str
@@ -112,6 +120,7 @@ class Join(AgentMessage):
     generation: int | None
     comm: dict[str, Any]
     low_priority: bool
+    door: str = ""
 
 
 class ConnectParent(AgentMessage):
@@ -213,16 +222,13 @@ class Quit(AgentMessage):
 
 
 class Listening(AgentMessage):
-    """To the trainer: the agent's own address, and the rank of the agent above it."""
+    """To the trainer: the agent's own address, for the agents below."""
 
     address: str
-    above: int | None
 
 
 class Joined(AgentMessage):
-    """To the trainer: the agent is part of the tree, or the error that prevents it."""
-
-    error: dict[str, Any] | None
+    """To the trainer: the agent is part of the tree."""
 
 
 class Assigned(AgentMessage):

@@ -6,12 +6,21 @@ import dataclasses
 import logging
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import group as comm
 from reknit.engine import messages as round_messages
 from reknit.engine.background import messages
-from reknit.engine.background.lanes import places, side_group, where_of
+from reknit.engine.background.lanes import (
+    first_owners,
+    is_private,
+    joining,
+    listening,
+    opened_door,
+    places,
+    where_of,
+)
 from reknit.engine.background.link import AgentLink
 from reknit.engine.background.messages import ProcessContext, process_context
 from reknit.engine.background.trainer_save import TrainerSave
@@ -19,13 +28,14 @@ from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.layout import PLANS_KEPT, keep_latest
 from reknit.errors import AgentError, ShortageError
 from reknit.format import paths
-from reknit.options import SaveOptions
+from reknit.options import UNIX, SaveOptions
 from reknit.system import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reknit.comm.group import Group
+    from reknit.engine.background.lanes import Side
     from reknit.engine.memory.arena_pool import Lease
     from reknit.engine.saving.layout import Outline
     from reknit.engine.saving.part import Chosen
@@ -33,6 +43,7 @@ if TYPE_CHECKING:
     from reknit.events.phase import Deadline
 
 
+NO_CLAIMS = round_messages.FirstClaims(None)
 FORM_ROUND = "agents"
 """The round in which the agents of a group find each other."""
 
@@ -58,27 +69,38 @@ class AgentStart:
     """
 
     def __init__(self, group: comm.Group, options: SaveOptions, *, in_process: bool) -> None:
-        """Start an agent for this rank."""
+        """Start an agent only with `begin`, unless the others need the address that it will listen at."""
         self._link: AgentLink | None = None
         self.error: BaseException | None = None
-        settings, low = dataclasses.asdict(where_of(group, options.comm)), options.priority == "low"
-        hosts, fan_out = group.topology.hosts, group.topology.fan_out
-        generation = group.given if isinstance(group, comm.SoloGroup) else group.generation
+        self._in_process, self._timeout_s = in_process, options.timeout_s
+        where, self._children = where_of(group, options.comm), group.topology.children(group.rank)
+        self._wait_s = options.comm.connect_timeout_s
+        self.listens = bool(self._children) and where.bind != UNIX
+        self.join = messages.Join(
+            job=FORM_ROUND,
+            rank=group.rank,
+            hosts=group.topology.hosts,
+            fan_out=group.topology.fan_out,
+            generation=group.given if isinstance(group, comm.SoloGroup) else group.generation,
+            comm=dataclasses.asdict(where),
+            low_priority=options.priority == "low",
+        )
+        if self.listens:
+            self.begin()
+
+    def begin(self) -> AgentStart:
+        """Start the agent, unless it has been."""
+        if self._link is not None or self.error is not None:
+            return self
+        join, door = self.join, None
         try:
-            self._link = AgentLink(group.rank, in_process=in_process, send_timeout_s=options.timeout_s)
-            self._link.send(
-                messages.Join(
-                    job=FORM_ROUND,
-                    rank=group.rank,
-                    hosts=hosts,
-                    fan_out=fan_out,
-                    generation=generation,
-                    comm=settings,
-                    low_priority=low,
-                )
-            )
+            self._link = AgentLink(join.rank, in_process=self._in_process, send_timeout_s=self._timeout_s)
+            if self._children and not self.listens:
+                self._link.door = door = opened_door(join, len(self._children))
+            self._link.send_to_starting(join, None if door is None else door.socket.fileno())
         except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
             self.error = error
+        return self
 
     @property
     def is_there(self) -> bool:
@@ -87,10 +109,29 @@ class AgentStart:
 
     def link(self) -> AgentLink:
         """Return the link to the agent, or raise the error of its start."""
+        self.begin()
         if self.error is not None:
             raise self.error
         assert self._link is not None
         return self._link
+
+    def address(self) -> str:
+        """Return the address at which the agent listens, empty for one without agents below.
+
+        Only an agent of several hosts finds it itself.  Raises the error of its start.
+        """
+        link = self.link()
+        if self.listens:
+            here = link.answer(self._wait_s)
+            assert isinstance(here, messages.Listening)
+            return here.address
+        return self.join.door
+
+    def stand_in(self, above: str, error: ReknitError) -> None:
+        """Send the error of an agent that ended before it joined the others to them, in its place."""
+        assert self._link is not None
+        if len(self.join.hosts) > 1:
+            joining(self.join, self._link.door).fail(above, error)
 
     def give_up(self) -> None:
         """End an agent that is not needed."""
@@ -101,7 +142,9 @@ class AgentStart:
 class AgentSession:
     """The agent of this rank, its saves, and the plans on which the agents of all ranks have agreed."""
 
-    def __init__(self, link: AgentLink, size: int, place: round_messages.TreeAddress) -> None:
+    def __init__(
+        self, link: AgentLink, size: int, place: round_messages.TreeAddress, owners: bytes | None
+    ) -> None:
         """Use `form`."""
         self.link = link
         self.size = size
@@ -109,6 +152,8 @@ class AgentSession:
         """Number of the first save in which all ranks can take part."""
         self.arenas: set[int] = set()
         """Numbers of the arenas that the agent has."""
+        self.owners = owners
+        """The owners of the shards that this rank claimed when the agents started, if all ranks did so."""
         self._seed = place.seed
         self.saves: dict[int, TrainerSave] = {}
         self._plans: dict[bytes, Plan] = {}
@@ -116,29 +161,47 @@ class AgentSession:
 
     @classmethod
     def form(
-        cls, group: comm.Group, options: SaveOptions, number: Callable[[], int], starting: AgentStart
+        cls,
+        group: comm.Group,
+        options: SaveOptions,
+        number: Callable[[], int],
+        starting: AgentStart,
+        side: Callable[[], Side] | None = None,
+        *,
+        claims: Callable[[], round_messages.FirstClaims] | None = None,
     ) -> AgentSession:
-        """Join the agent of this rank with the agents of all other ranks; all ranks call this.
+        """Let the agent of this rank join the agents of all other ranks; all ranks call this.
 
         The trainers exchange the addresses of the agents in their group; afterwards trainers and agents are
-        two independent groups.  `number` is the number of the next save of this rank.  Raises `AgentError`
-        and `CommError`.
+        two independent groups.  `number` is the number of the next save of this rank.  With `side`, which
+        listens, the trainers form a second group in the same rounds.
+
+        A caller with `claims` on a single host does not wait until the agents have joined each other, and
+        also receives the owners of these claims.  An agent reads its messages once it runs.  Raises
+        `AgentError` and `CommError`.
         """
-        connect_s = options.comm.connect_timeout_s
+        above, wait_s = group.topology.parent(group.rank), 2 * options.comm.connect_timeout_s
         try:
             with comm.turn(group, FORM_ROUND, options.timeout_s, opens=True) as turn:
-                link = starting.link()
-                here = link.answer(connect_s)
-                assert isinstance(here, messages.Listening)
-                address = round_messages.ListenAddress(here.address, here.above, number())
-                place = turn.give(places(turn.gather(address)), round_messages.TreeAddress)
+                link, address = starting.link(), starting.address()
+                trainers = None if side is None else side()
+                own = "" if trainers is None else trainers.address
+                here = round_messages.ListenAddress(address, above, number(), own)
+                place = turn.give(places(turn.gather(here)), round_messages.TreeAddress)
             with comm.turn(group, FORM_ROUND, options.timeout_s) as turn:
-                link.ask(messages.ConnectParent(place.above), 2 * connect_s)
-                turn.arrive()
+                link.unjoined = partial(starting.stand_in, place.above)
+                link.send_to_starting(messages.ConnectParent(place.above))
+                if trainers is not None:
+                    trainers.connect_parent(place.side)
+                if claims is None or starting.listens or not is_private(place.above):
+                    link.answer(wait_s)
+                requests = turn.gather(NO_CLAIMS if claims is None else claims())
+                answers = None if requests is None else first_owners(requests)
+                owners = turn.give(answers, round_messages.FirstOwners)
         except BaseException:  # Ctrl-C too: an unused agent must not stay
             starting.give_up()
             raise
-        return cls(link, group.size, place)
+        return cls(link, group.size, place, owners.shards)
 
     def new_save(self, number: int, pending: SaveOutcome) -> TrainerSave:
         """Add a save and return it; every rank adds every number from `first` on."""
@@ -254,7 +317,7 @@ class AgentSupervisor:
         if self.session is not None or self._early is not None:
             return
         self._options = options
-        early = AgentStart(group, options, in_process=self._in_process)
+        early = AgentStart(group, options, in_process=self._in_process).begin()
         if early.error is None:
             self._early = early
             return
@@ -268,7 +331,7 @@ class AgentSupervisor:
             self._options = options
         starting = self.start(group)
         if starting is not None:
-            self._join(group, starting, self._first_waiting)
+            self._join(group, starting, self._first_waiting, lambda: NO_CLAIMS)
 
     def start(self, group: Group) -> AgentStart | None:
         """Return the agent that starts for this rank, or None if it has joined the others already."""
@@ -279,10 +342,12 @@ class AgentSupervisor:
             early.give_up()
         return None if self.session else AgentStart(group, self._options, in_process=self._in_process)
 
-    def session_for(self, number: int, group: Group, starting: AgentStart | None) -> AgentSession:
+    def session_for(
+        self, number: int, group: Group, starting: AgentStart | None, claims: round_messages.FirstClaims
+    ) -> AgentSession:
         """Return the agents that work on a save; agents that are `starting` join each other first."""
         if starting is not None:
-            self._join(group, starting, lambda: number)
+            self._join(group, starting, lambda: number, claims)
         session = self.session
         assert session is not None
         if session.link.broken and not session.link.ended_on_purpose:
@@ -308,15 +373,29 @@ class AgentSupervisor:
             )
         return session
 
-    def _join(self, group: Group, starting: AgentStart, number: Callable[[], int]) -> None:
+    def _join(
+        self,
+        group: Group,
+        starting: AgentStart,
+        number: Callable[[], int],
+        claims: Callable[[], round_messages.FirstClaims],
+    ) -> None:
         """Join the agents of all ranks; `number` is the number of the next save of this rank."""
+        new: list[Side] = []
+
+        def side() -> Side:
+            new.append(listening(group, "trainers", self._options.comm))
+            return new[0]
+
+        needed = None if self._side is not None or group.size == 1 else side
         try:
-            if self._side is None:
-                self._side = side_group(group, "trainers", self._options.comm, self._options.timeout_s)
+            session = AgentSession.form(group, self._options, number, starting, needed, claims=claims)
         except BaseException:
-            starting.give_up()
+            for trainers in new:
+                trainers.close()
             raise
-        self._install(AgentSession.form(group, self._options, number, starting))
+        self._side = self._side or (new[0] if new else comm.SoloGroup())
+        self._install(session)
 
     def begun(self, number: int) -> None:
         """Record that the agents have a save, so that new agents need not wait for it."""
