@@ -56,7 +56,7 @@ register("process", lambda url, durability: open_process_memory(url))
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the processes that tests start know the profile, and end a lane without a clean-up.
+    """Set the variable of the profile for processes of tests, and end a lane without a clean-up.
 
     To take all that a lane has imported apart takes seconds, and nobody needs it.
     """

@@ -255,7 +255,7 @@ def meet_faults(
 
 def save_often(log: str, root: str, rank: int, size: int, count: int, early: int) -> None:
     """Save many times; log the resources of this process and its agent after save `early` and the last."""
-    me = Trainer(log, root, rank, size, 1 << 16)
+    me = Trainer(log, root, rank, size, 1 << 18)
     options = dataclasses.replace(OPTIONS, comm=LEAKS_COMM)
     before: dict[str, Held] = {}
     for number in range(1, count + 1):
