@@ -82,7 +82,7 @@ class Loading(Selecting):
     def leave_nones(self, place: Place, keys: Iterable[str | int]) -> None:
         """Leave out each saved None in a container, here with these keys, that has no place in it."""
         if nones := self.saved.nones_in(place):
-            self._superseded += nones - {(place.item, self.saved.child(place, key).fqn) for key in keys}
+            self._superseded += nones - {(at.item, at.fqn) for at in self.saved.children(place, [*keys])}
 
     def early(self, action: Callable[[], None]) -> None:
         """Run `action`, which gives an object its state, before any live tensor changes.

@@ -140,27 +140,23 @@ class RankCatalog:
         self._nones: dict[str, dict[str, set[tuple[str, str]]]] = {}
         self._held: dict[str, set[str]] = {}
 
-    def child(self, place: Place, key: str | int) -> Place:
-        """Return the place of the content of a container under a key.
+    def children(self, place: Place, keys: Sequence[str | int]) -> list[Place]:
+        """Return the places of the contents of a container under these keys.
 
         Where keys were saved as texts, an integer has the place of its text, if only that was saved.
         """
-        at = place.child(key)
-        if not self._catalog.keys_as_text or not isinstance(key, int) or self._holds(at):
-            return at
-        text = place.child(str(key))
-        return text if self._holds(text) else at
-
-    def children(self, place: Place, keys: Sequence[str | int]) -> list[Place]:
-        """Return the places of the contents of a container under these keys, each as `child` returns it."""
         if self._catalog.keys_as_text:
-            return [self.child(place, key) for key in keys]
+            return [self._saved_as_text(place, key) for key in keys]
         item, below = place.item, f"{place.fqn}/" if place.fqn else ""
         kind = type(place)
         return [
             kind(item, below + (escaped(key) if type(key) is str else tree.escape(key, place)))
             for key in keys
         ]
+
+    def _saved_as_text(self, place: Place, key: str | int) -> Place:
+        at, text = place.child(key), place.child(str(key))
+        return text if not self._holds(at) and self._holds(text) else at
 
     def inside(self, place: Place) -> Place:
         """Return the place of the content of a box, which has no name but where keys were saved as texts."""

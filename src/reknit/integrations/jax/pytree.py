@@ -191,9 +191,10 @@ class JaxNodeAdapter(Adapter):
         def rebuilt(fresh: dict[str | int, Any]) -> Any:
             return tree_util.tree_unflatten(node.build, list((node.children | fresh).values()))
 
+        places = loading.saved.children(place, list(node.children))
         children = [
-            (key, inner, inside if node.box else loading.saved.child(place, key))
-            for key, inner in node.children.items()
+            (key, inner, inside if node.box else at)
+            for (key, inner), at in zip(node.children.items(), places, strict=True)
         ]
         if not isinstance(value, Mapping):
             children = filled_fields(children, loading)
