@@ -187,4 +187,5 @@ def _memory(bench: Bench, save: Save, state: Arrays) -> float:
         for _ in range(3):
             save(path, state)()
             shutil.rmtree(path)
-    return memory.extra[0] / sum(each.nbytes for each in state.values())
+    nbytes: int = sum(each.nbytes for each in state.values())
+    return memory.extra[0] / nbytes
