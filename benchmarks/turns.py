@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from benchmarks.timing import ENDS, why
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from benchmarks.timing import Bench
 
@@ -29,17 +29,23 @@ class Taken:
 
 
 def in_turn(
-    ways: Mapping[str, Way], rounds: int, *, bench: Bench | None = None, warm_up: bool = True
+    ways: Mapping[str, Way],
+    rounds: int,
+    *,
+    bench: Bench | None = None,
+    warm_up: bool = True,
+    seldom: Collection[str] = (),
 ) -> Taken:
     """Measure all contestants once in each round, on the ranks of a bench if there is one.
 
     With `warm_up` a round before that does not count.  A contestant that fails on any rank has no figures.
+    Those of `seldom`, which take very long, have a turn in the first round only.
     """
     taken, names = Taken(), list(ways)
     for number in range(-warm_up, rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            if name in taken.failed:
+            if name in taken.failed or (name in seldom and number != 0):
                 continue
             found, reason = _one(ways[name], number)
             if bench.slowest(float(bool(reason)))[0] if bench else reason:

@@ -50,11 +50,12 @@ def main(library: str, call: str, folder: str, mib: int) -> dict[str, Any]:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        if world > 1 or library == "dcp":
+        if world > 1 or library.startswith("dcp"):
             dist.init_process_group("gloo", rank=rank, world_size=world)
             together = dist.barrier
         state = {"model": _sharded(mib, world) if world > 1 else _tensors(mib)}
-    act = _CALLS[library.partition("-")[0], call.removeprefix("count-")]
+    known = library if library == "dcp-process" else library.partition("-")[0]
+    act = _CALLS[known, call.removeprefix("count-")]
     if call == "prepared":
         import reknit
 
@@ -177,6 +178,14 @@ def _dcp_background(folder: str, state: Any) -> Any:
     return dcp.async_save(state, checkpoint_id=folder)
 
 
+def _dcp_process(folder: str, state: Any) -> Any:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    kind = AsyncCheckpointerType.PROCESS
+    return dcp.async_save(state, checkpoint_id=folder, async_checkpointer_type=kind)
+
+
 def _torch_save(folder: str, state: Any) -> None:
     import torch
 
@@ -236,6 +245,7 @@ _CALLS: dict[tuple[str, str], Callable[[str, Any], Any]] = {
     ("dcp", "save"): _dcp_save,
     ("dcp", "load"): _dcp_load,
     ("dcp", "background"): _dcp_background,
+    ("dcp-process", "background"): _dcp_process,
     ("torch", "save"): _torch_save,
     ("torch", "load"): _torch_load,
     ("safetensors", "save"): _safetensors_save,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.load.aims import rows
+from benchmarks.load.ratios import rows
 from benchmarks.ranks import RanksFailedError, launch, options, rank_main, scratch
 from benchmarks.reports import deliver, judged, show
 
@@ -109,7 +109,7 @@ def main() -> int:
             else:
                 machine |= measured.pop("machine")
                 result |= measured
-    result["aims"] = judged(rows(result))
+    result["aims"] = judged("load", rows(result))
     deliver(result, args.out)
     show(result["aims"])
     return 1 if any("error" in result[part] for part in args.parts) else 0

@@ -6,6 +6,7 @@ import os
 import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.aims import judged
 from benchmarks.reports import kept
 
 if TYPE_CHECKING:
@@ -151,12 +152,25 @@ def _section(table: Mapping[str, Any] | None) -> str:
     lines = [line_of(row) for row in table["rows"]]
     text = HEADER + "".join(f"| {' | '.join(cells)} |\n" for cells in lines) if lines else ""
     run = table["run"]
-    said = [*table["notes"], *(f"Skipped: {what}: {why}" for what, why in table["skipped"].items())]
+    said = [
+        *table["notes"],
+        *aims_of(table),
+        *(f"Skipped: {what}: {why}" for what, why in table["skipped"].items()),
+    ]
     said.append(
         f"Measured on {run['date']} with {run['sizes']} sizes in {run['seconds']:g} s; "
         f"load average {run['load_before']:g} before and {run['load_after']:g} after."
     )
     return text + "\n" + "".join(f"- {each}\n" for each in said)
+
+
+def aims_of(table: Mapping[str, Any]) -> list[str]:
+    """Return the aims of a table's rows, with the reason where one is missed."""
+    return [
+        f"{row['what']}: {each.text}."
+        for row in table["rows"]
+        for each in judged(f"paper {table['name']}", row["what"], row["figures"], (row["ours"],))
+    ]
 
 
 def line_of(row: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.paper.jobs.picture import draw_factors
-from benchmarks.paper.results import SMALL, as_json, line_of, overview, small, summary
+from benchmarks.paper.results import SMALL, aims_of, as_json, line_of, overview, small, summary
 from benchmarks.pictures import draw_both
 from benchmarks.ranks import scratch
 from benchmarks.reports import RESULTS, chosen, keep, kept, machine, software
@@ -125,6 +125,8 @@ def show(name: str, out: Path) -> None:
     print(f"{name}: {found['title']} ({found['source']})")
     for row in found["rows"]:
         print("   " + " | ".join(line_of(row)), flush=True)
+    for line in aims_of(found):
+        print(f"   {line}", flush=True)
     for what, why in found["skipped"].items():
         print(f"   skipped: {what}: {why}", flush=True)
 

@@ -82,7 +82,6 @@ def measure(scratch: Path) -> Measured:
         "states on a GPU": "all tensors are on the CPU; `scripts/bench gpu` has copies from a device",
         "full states": "the states of data loaders have rows of their own, `scripts/bench table loader`",
     }
-    rounds = 1 if small() else 3
     on_hdfs, why = places.hdfs()
     if why:
         skipped["HDFS"] = why
@@ -97,7 +96,7 @@ def measure(scratch: Path) -> Measured:
                 continue
             folder = f"{above}/{workload.name}"
             try:
-                found = _measured(workload, folder, rounds)
+                found = _measured(workload, folder, _rounds(workload.name, place))
             finally:
                 remove(folder)
             if place == "disk":
@@ -106,6 +105,11 @@ def measure(scratch: Path) -> Measured:
                 skipped[f"{who}, {workload.name} on {place}"] = reason
             rows += _rows(workload, place, found["figures"])
     return Measured(rows, skipped, notes)
+
+
+def _rounds(workload: str, place: str) -> int:
+    """Return the rounds, more of them where an aim is judged."""
+    return 1 if small() else 10 if (workload, place) == ("FSDP2", "disk") else 3
 
 
 def _measured(workload: Workload, folder: str, rounds: int) -> dict[str, Any]:

@@ -45,10 +45,6 @@ from benchmarks.reports import RESULTS, Row, deliver, judged, keep, kept, ratio,
 MIB = 1 << 20
 SILENT_UP_TO = 40_000
 """Up to so many ranks a second save by the same plans is measured too."""
-IN_ALL = {"megatron 8960": (0.3, 0.1, 64), "megatron 100096": (2.0, None, 64)}
-"""Aims: seconds of a first save and of the same again, and the manifest's size."""
-LOADS = {8_960: 1.0, 100_096: 12.0}
-"""Aims: seconds of the root of a load, by ranks."""
 
 
 def measure(job: Job, folder: str, workers: int) -> dict[str, Any]:
@@ -114,35 +110,25 @@ def jobs(args: argparse.Namespace) -> dict[str, tuple[Job, bool]]:
 
 
 def rows(result: dict[str, Any]) -> list[Row]:
-    """Return the results with their aims."""
-    found = result["jobs"]
+    """Return the figures."""
     reported: list[Row] = []
-    aims = {"fsdp2 1024 x 500": 0.5, "fsdp2 1024 x 500 x 4": 1.0, "megatron 8960": 1.0}
-    for name, row in found.items():
-        reported.append((f"{name}: root, s of CPU", round(row["root_s"], 3), "<=", aims.get(name)))
+    for name, row in result["jobs"].items():
+        reported.append((f"{name}: root, s of CPU", round(row["root_s"], 3)))
         if "dcp_global_plan_s" in row:
-            reported.append(
-                (f"{name}: DCP / reknit", ratio(row["dcp_global_plan_s"], row["root_s"]), ">=", None)
-            )
-        if name in aims:
-            reported.append((f"{name}: index, MiB", round(row["index_nbytes"] / MIB, 3), "<=", 2.0))
-        if name in IN_ALL:
-            first, again, most_kib = IN_ALL[name]
-            manifest_kib = round(row["first"]["manifest_nbytes"] / 1024, 1)
-            reported.append((f"{name}: root in all, s of CPU", round(row["first"]["all_s"], 3), "<=", first))
-            reported.append((f"{name}: manifest, KiB", manifest_kib, "<=", most_kib))
-            if "same_plans" in row:
-                repeat = round(row["same_plans"]["all_s"], 3)
-                reported.append((f"{name}: the same again, s of CPU", repeat, "<=", again))
-        if name.startswith("megatron"):
-            reported.append((f"{name}: a rank's plan, s", row["plan_per_rank_s"]["median"], "<=", 0.05))
-    reported.append(("growth: k of (n log n)^k", result["growth"]["exponent"], "<=", 1.0))
+            reported.append((f"{name}: DCP / reknit", ratio(row["dcp_global_plan_s"], row["root_s"])))
+        reported += [
+            (f"{name}: index, MiB", round(row["index_nbytes"] / MIB, 3)),
+            (f"{name}: root in all, s of CPU", round(row["first"]["all_s"], 3)),
+            (f"{name}: manifest, KiB", round(row["first"]["manifest_nbytes"] / 1024, 1)),
+            (f"{name}: a rank's plan, s", row["plan_per_rank_s"]["median"]),
+        ]
+        if "same_plans" in row:
+            reported.append((f"{name}: the same again, s of CPU", round(row["same_plans"]["all_s"], 3)))
+    reported.append(("growth: k of (n log n)^k", result["growth"]["exponent"]))
     loaded = result.get("loads", [])
-    for row in loaded:
-        aim = LOADS.get(row["ranks"])
-        reported.append((f"load, {row['ranks']} ranks: root, s of CPU", round(row["root_s"], 3), "<=", aim))
+    reported += [(f"load, {row['ranks']} ranks: root, s of CPU", round(row["root_s"], 3)) for row in loaded]
     fit = growth.exponent([row["ranks"] for row in loaded], [row["root_s"] for row in loaded])
-    reported.append(("load, growth: k of (n log n)^k", fit, "<=", 1.0))
+    reported.append(("load, growth: k of (n log n)^k", fit))
     return reported
 
 
@@ -199,7 +185,7 @@ def finish(result: dict[str, Any], out: Path) -> None:
     ranks, seconds = [row["ranks"] for row in grown.values()], [row["root_s"] for row in grown.values()]
     fit = growth.exponent(ranks, seconds)
     result["growth"] = {"jobs": list(grown), "ranks": ranks, "seconds": seconds, "exponent": fit}
-    result["aims"] = judged(rows(result))
+    result["aims"] = judged("planning", rows(result))
     show(result["aims"])
     deliver(result, out / "planning.json")
     if grown:

@@ -60,13 +60,13 @@ def rivals(bench: Bench) -> list[Way]:
     """Return the rivals that can save this job: all for one rank, the rivals with shards for several."""
     two_files = DcpMode(files=2)
     safetensors = Way("DCP, safetensors files", two_files.save, two_files.load)
-    sharded = [dcp(), safetensors, _torch_checkpointing()]
+    sharded = [dcp(), safetensors, torch_checkpointing()]
     return sharded if bench.world > 1 else [_torch(), _safetensors(), *sharded]
 
 
-def synced(path: str) -> None:
-    """Sync a folder and its files."""
-    for each in [*map(str, Path(path).iterdir()), path]:
+def sync_all(path: str) -> None:
+    """Sync a folder and all in it."""
+    for each in [*map(str, Path(path).rglob("*")), path]:
         fd = os.open(each, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -78,7 +78,7 @@ def _torch() -> Way:
     def save(path: str, state: State) -> None:
         os.makedirs(path, exist_ok=True)
         torch.save(state, f"{path}/state.pt")
-        synced(path)
+        sync_all(path)
 
     def load(path: str, state: State) -> None:
         _copied(torch.load(f"{path}/state.pt", mmap=False), state)
@@ -90,7 +90,7 @@ def _safetensors() -> Way:
     def save(path: str, state: State) -> None:
         os.makedirs(path, exist_ok=True)
         save_file(_flat(state), f"{path}/state.safetensors")
-        synced(path)
+        sync_all(path)
 
     def load(path: str, state: State) -> None:
         _copied(load_file(f"{path}/state.safetensors", backend="pread"), _flat(state))
@@ -108,9 +108,12 @@ def dcp(threads: int = 2) -> Way:
     return Way("DCP", save, lambda path, state: checkpoint.load(state, checkpoint_id=path))
 
 
-def _torch_checkpointing() -> Way:
-    """Return torch_checkpointing, which never syncs.  Its ranks load only files of the same rank."""
-    name = "torch_checkpointing, no fsync"
+def torch_checkpointing(*, synced: bool = False) -> Way:
+    """Return torch_checkpointing, which never syncs, or with syncs after its saves.
+
+    Its ranks load only files of the same rank.
+    """
+    name = f"torch_checkpointing{' + fsync' if synced else ', no fsync'}"
     try:
         manager = managed("SyncCheckpointSaverConfig")
     except ModuleNotFoundError:
@@ -119,7 +122,13 @@ def _torch_checkpointing() -> Way:
             raise ModuleNotFoundError("not installed (pip install torch_checkpointing)")
 
         return Way(name, absent, absent)
-    return Way(name, manager.save, lambda path, state: manager.load(path, into=state), False)
+
+    def save(path: str, state: State) -> None:
+        manager.save(path, state)
+        if synced:
+            sync_all(path)
+
+    return Way(name, save, lambda path, state: manager.load(path, into=state), synced)
 
 
 def managed(saver: str, **settings: Any) -> Any:

@@ -1,9 +1,10 @@
-"""A file through reknit's backend, as the engine writes and reads it: pieces, from several threads."""
+"""A file through reknit's backend, in pieces from several threads as by the engine, or a checkpoint."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import reknit
 from benchmarks.storage.timing import PIECE
 from reknit.storage.registry import open_storage
 
@@ -27,6 +28,22 @@ class Ours:
 
     def remove(self, url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
         open_storage(url).delete("file")
+
+
+class Whole:
+    """A checkpoint of one array: a save and a load, with as many threads."""
+
+    def put(self, url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
+        options = reknit.SaveOptions(threads=pool._max_workers)
+        reknit.save(url, {"model": {"w": data}}, options=options).result()
+
+    def get(self, url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
+        reknit.load(url, {"model": {"w": data}}, options=reknit.LoadOptions(threads=pool._max_workers))
+
+    def remove(self, url: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:
+        storage = open_storage(url)
+        for file in storage.list():
+            storage.delete(file.path)
 
 
 def write(storage: Storage, name: str, data: NDArray[np.uint8], pool: ThreadPoolExecutor) -> None:

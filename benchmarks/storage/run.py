@@ -1,12 +1,13 @@
 """The cost of a backend beside its raw client: put and get of one file, in one run.
 
 Each measurement is a process of its own, and those of reknit and of the raw client alternate.  Each
-begins when the machine is idle, or after a limited wait.  Prints a table to stderr and JSON to stdout; with
---keep, both go to benchmarks/results/.  Servers must be up (`scripts/servers`).
+begins when the machine is idle, or after a limited wait.  A save and a load of one array stand
+beside the same client.  Prints a table to stderr and JSON to stdout; with --keep, both go to
+benchmarks/results/.  Servers must be up (`scripts/servers`).
 
 With --hdfs it compares one stream with sub-files, and numbers of reading threads, on HDFS only.
 
-Run: python benchmarks/storage/run.py [--mib 1024] [--repeat 3] [--threads 2] [--keep]
+Run: python benchmarks/storage/run.py [--mib 1024] [--repeat 10] [--threads 2] [--keep]
      [--only local mem s3 gcs azure hdfs] [--hdfs]
 """
 
@@ -29,7 +30,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.reports import RESULTS, keep, machine, software  # noqa: E402
+from benchmarks.aims import ratio  # noqa: E402
+from benchmarks.reports import RESULTS, judged, keep, machine, show, software  # noqa: E402
 from benchmarks.storage.limits import limits  # noqa: E402  (found by the line above)
 from benchmarks.storage.places import PLACES, clear, folder, prepare  # noqa: E402
 from benchmarks.storage.timing import MIB, timed, wait_until_idle  # noqa: E402
@@ -37,6 +39,15 @@ from benchmarks.storage.timing import MIB, timed, wait_until_idle  # noqa: E402
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from benchmarks.reports import Row
+
+ROWS = (
+    ("put", "put", "reknit"),
+    ("get", "get", "reknit"),
+    ("save", "put", "whole"),
+    ("load", "get", "whole"),
+)
+"""A row, the operation of the raw client, and who does the same: the backend, or a save or a load."""
 MEASURES = ("MB/s", "CPU s/GB", "extra MiB")
 
 
@@ -54,7 +65,7 @@ class Job(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=PLACES, default=PLACES)
     parser.add_argument("--idle", type=float, default=0.85, help="share of the machine that has to be idle")
@@ -74,6 +85,7 @@ def main() -> int:
     result = measure_all(arguments)
     table = drawn(result)
     print(table, file=sys.stderr)
+    show(judged("storage", ratios(result["rows"])))
     print(json.dumps(result, indent=1))
     if arguments.keep:
         keep(result, RESULTS / "storage.json")
@@ -112,7 +124,7 @@ def compare(place: str, url: str, arguments: argparse.Namespace) -> list[dict[st
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     try:
         for _ in range(arguments.repeat):
-            for who in ("raw", "reknit"):
+            for who in ("raw", "reknit", "whole"):
                 at = f"{url}/{uuid.uuid4().hex[:8]}"
                 for what in ("put", "get", "remove"):
                     idle = wait_until_idle(arguments.idle, arguments.wait if what != "remove" else 0)
@@ -121,20 +133,23 @@ def compare(place: str, url: str, arguments: argparse.Namespace) -> list[dict[st
     finally:
         clear(place, url)
     rows = []
-    for what in ("put", "get"):
+    for what, act, who in ROWS:
         row: dict[str, Any] = {"place": place, "what": what}
-        for who in ("raw", "reknit"):
-            for name in MEASURES:
-                values = [run[name] for run in found[what, who]]
-                row[f"{who} {name}"] = round(statistics.median(values), 2)
-            row[f"{who} MB/s of each run"] = [round(run["MB/s"], 1) for run in found[what, who]]
-        row["ratio"] = round(row["reknit MB/s"] / row["raw MB/s"], 3)
-        row["least idle"] = round(
-            min(run["idle"] for who in ("raw", "reknit") for run in found[what, who]), 2
-        )
+        sides = {"raw": found[act, "raw"], "reknit": found[act, who]}
+        for name, runs in sides.items():
+            for measure in MEASURES:
+                row[f"{name} {measure}"] = round(statistics.median(run[measure] for run in runs), 2)
+            row[f"{name} MB/s of each run"] = [round(run["MB/s"], 1) for run in runs]
+        row["ratio"] = round(ratio(row["reknit MB/s of each run"], row["raw MB/s of each run"]), 3)
+        row["least idle"] = round(min(run["idle"] for runs in sides.values() for run in runs), 2)
         rows.append(row)
         print(line(row), file=sys.stderr, flush=True)
     return rows
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[Row]:
+    """Return the speed of reknit over the one of the raw client in each row."""
+    return [(f"{row['place']} {row['what']}: reknit / raw client", row["ratio"]) for row in rows]
 
 
 def drawn(result: dict[str, Any]) -> str:
@@ -177,7 +192,8 @@ def measure(job: Job) -> dict[str, float]:
     prepare(job.place)
     from benchmarks.storage import ours, raw
 
-    side: raw.Side = ours.Ours() if job.who == "reknit" else raw.side(job.place)
+    known: dict[str, raw.Side] = {"reknit": ours.Ours(), "whole": ours.Whole()}
+    side = known.get(job.who) or raw.side(job.place)
     actions = {"put": side.put, "get": side.get, "remove": side.remove}
     data = np.full(job.mib * MIB, 3, np.uint8)
     if job.what == "put":

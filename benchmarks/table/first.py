@@ -72,7 +72,7 @@ def save(bench: Bench, sizes: Sizes, name: str) -> dict[str, float]:
     if name == "memcpy":
         return _copies(bench, owned, sizes.later)
     prepared: dict[str, float] = {}
-    memory = PeakMemory(_proportional, 0.05)
+    memory = PeakMemory(proportional, 0.05)
     contender = _contender(bench, state, name, prepared)
     times = [_background(bench, contender, number) for number in range(1 + sizes.later)]
     with memory:  # not during the saves above, which it would slow down
@@ -139,7 +139,7 @@ def _copies(bench: Bench, owned: list[Any], later: int) -> dict[str, float]:
     return {"first": first, "prepare": first - later_s, "later": later_s, "memory": 1.0}
 
 
-def _proportional() -> tuple[int]:
+def proportional() -> tuple[int]:
     """Return the bytes of anonymous and shared memory of this process and its descendants.
 
     A page that several of them share counts once; the page cache does not count.

@@ -1,4 +1,4 @@
-"""The time until the state may be changed again, with thousands of DTensors on four ranks."""
+"""Thousands of small DTensors: the time until the state may be changed, and the calls and CPU of a load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.rivals import background
+from benchmarks.rivals.waiting import dcp, ours
+from benchmarks.table import rounds
 from benchmarks.table.rounds import Row, taken_row
+from benchmarks.table.sharded import Saved
 from benchmarks.timing import copier
 from benchmarks.turns import in_turn
 
@@ -53,12 +56,36 @@ def rows(
 
     ways: dict[str, Way] = {name: partial(saved, contender) for name, contender in contenders.items()}
     ways["memcpy"] = lambda _: {row.name: bench.together(copy) for row in (first, second)}
-    taken = in_turn(ways, min(sizes.repeat, 3), bench=bench)  # DCP takes some 20 s for each save
+    slow = [mode.name for mode in modes]  # some 20 s for each save
+    taken = in_turn(ways, sizes.repeat, bench=bench, seldom=slow)
     for contender in contenders.values():
         contender.close()
     background.end_dcp_process()
     reknit.close()
     return [taken_row(row, taken, row.name) for row in (first, second)]
+
+
+def load_rows(bench: Bench, sizes: Sizes) -> list[Row]:
+    """Measure loads into a model of FSDP2 that was loaded before."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    numel = [torch.full((bench.world, 64), float(n)) for n in range(sizes.small_tensors)]
+    module = torch.nn.ParameterDict({f"w{n}": each for n, each in enumerate(numel)})
+    fully_shard(module)
+    state = {"model": dict(module.state_dict())}
+    saved = Saved(bench, state, [ours(), dcp()])
+    name = f"FSDP2, {bench.world} ranks x {sizes.small_tensors:,} small tensors, a load"
+    calls = saved.row(f"{name}: calls / tensors", "calls")
+    rounds.in_turn(bench, calls, saved.loads(state), 2, rounds.python_calls)
+    calls.figures = {
+        who: [each / sizes.small_tensors for each in found] for who, found in calls.figures.items()
+    }
+    cpu = rounds.in_turn(
+        bench, saved.row(f"{name}: CPU", "s"), saved.loads(state), sizes.repeat, rounds.cpu_seconds
+    )
+    bench.drop(bench.folder)
+    return [calls, cpu]
 
 
 def _dtensors(bench: Bench, count: int) -> list[Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks import turns
-from benchmarks.timing import io_counts
+from benchmarks.timing import PeakMemory, io_counts, own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -70,10 +72,44 @@ def read_bytes(bench: Bench, act: Callable[[], Any]) -> float:
     return bench.total(io_counts()[0] - begin)[0]
 
 
+def python_calls(bench: Bench, act: Callable[[], Any]) -> float:
+    """Return the calls of Python functions of the busiest rank, in this thread and in new ones."""
+    counted = 0
+
+    def seen(frame: object, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event == "call"
+
+    threading.setprofile(seen)
+    sys.setprofile(seen)
+    try:
+        bench.together(act)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return bench.slowest(counted)[0]
+
+
+def peak_memory(bench: Bench, act: Callable[[], Any]) -> float:
+    """Return the most bytes that a rank holds above those before."""
+    with PeakMemory(own_memory, 0.002) as memory:
+        bench.together(act)
+    return bench.slowest(memory.extra[0])[0]
+
+
 def in_turn(
-    bench: Bench, row: Row, contestants: Iterable[Contestant], repeat: int, meter: Meter = seconds
+    bench: Bench,
+    row: Row,
+    contestants: Iterable[Contestant],
+    repeat: int,
+    meter: Meter = seconds,
+    *,
+    seldom: str | None = None,
 ) -> Row:
-    """Measure all contestants `repeat` times in turn, after a round that does not count."""
+    """Measure all contestants `repeat` times in turn, after a round that does not count.
+
+    Contestants whose names begin with `seldom` take part once.
+    """
     taking_part = {each.name: each for each in contestants if each.name not in row.missing}
 
     def measured(each: Contestant, number: int) -> dict[str, float]:
@@ -82,7 +118,8 @@ def in_turn(
         return {row.unit: meter(bench, lambda: each.act(number))}
 
     ways = {name: partial(measured, each) for name, each in taking_part.items()}
-    taken = turns.in_turn(ways, repeat, bench=bench)
+    slow = [name for name in ways if seldom and name.startswith(seldom)]
+    taken = turns.in_turn(ways, repeat, bench=bench, seldom=slow)
     for name, each in taking_part.items():
         if name in taken.failed:
             row.fail(name, each.kind, taken.failed[name])

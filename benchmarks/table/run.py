@@ -7,7 +7,9 @@ torch_checkpointing where it is installed.  The groups of rows:
 sharded    2 ranks: a save that waits, a cold load, bytes read.
 bytes      4 and 8 ranks: bytes read.
 first      2 ranks: the first load of a process, first and later saves in the background, their memory.
-single     1 rank: many tensors, small states, a second save with LoRA.
+single     1 rank: many tensors, small states, warm loads and their memory, a second save with LoRA.
+jax        1 process: JAX arrays over eight devices, and many small ones, beside Orbax.
+small      2 ranks: loads of many small tensors of FSDP2, their calls and CPU.
 trainer    2 ranks: the costs of saves in the background, also to a slow store, for a trainer that computes.
 dtensors   4 ranks: thousands of DTensors, saved in the background.
 formats    1 rank: folders of DCP and Hugging Face, read in place and imported.
@@ -16,8 +18,10 @@ sinks      1 rank: sinks of events, and saves beside good and bad ones.
 digests    1 rank: the candidates for the digest of a block.
 root       the root's computations for thousands of ranks.
 
-Prints the table; `--keep` puts it into benchmarks/results, as JSON, Markdown and a picture.  The machine
-should have nothing else to do; the load average is kept with the figures.
+Prints the table, and for each row with an aim (benchmarks/aims.py) whether it is met, or else the reason.
+`--keep` puts it into benchmarks/results, as JSON, Markdown and a picture, after each group; the rows of
+groups that were not measured stay as they were kept.  So a run that was cut goes on with the names of the
+groups that are left.  The machine should have nothing else to do; the load average is kept with the figures.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import datetime
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +52,8 @@ GROUPS: dict[str, tuple[int, ...]] = {
     "bytes": (4, 8),
     "first": (2,),
     "single": (1,),
+    "jax": (1,),
+    "small": (2,),
     "trainer": (2,),
     "dtensors": (4,),
     "formats": (1,),
@@ -57,7 +64,8 @@ GROUPS: dict[str, tuple[int, ...]] = {
 }
 """The numbers of ranks of each group."""
 META = "torch_checkpointing"
-MODULES = {"bytes": "sharded", "dtensors": "layout"}
+MODULES = {"bytes": "sharded", "dtensors": "layout", "small": "layout", "jax": "arrays"}
+FUNCTIONS = {"bytes": "byte_rows", "small": "load_rows"}
 
 
 def measured_by_rank(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,8 +94,8 @@ def measured(bench: Any, group: str, name: str, size: sizes.Sizes) -> dict[str, 
 
 def rows_of(group: str) -> Callable[[Any, sizes.Sizes], list[Row]]:
     """Return the function that measures a group as one rank."""
-    module: Any = importlib.import_module(f"benchmarks.table.{MODULES.get(group, group)}")
-    found: Callable[[Any, sizes.Sizes], list[Row]] = module.byte_rows if group == "bytes" else module.rows
+    module = importlib.import_module(f"benchmarks.table.{MODULES.get(group, group)}")
+    found: Callable[[Any, sizes.Sizes], list[Row]] = getattr(module, FUNCTIONS.get(group, "rows"))
     return found
 
 
@@ -147,19 +155,22 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "machine": machine(),
         "software": software("torch", "reknit"),
-        "sizes": "quick" if args.quick else "default",
+        "sizes": "tiny" if args.tiny else "quick" if args.quick else "default",
         "load average before": round(os.getloadavg()[0], 1),
     }
 
 
 def size_of(args: argparse.Namespace) -> sizes.Sizes:
-    return sizes.QUICK if args.quick else sizes.DEFAULT
+    known = sizes.TINY if args.tiny else sizes.QUICK if args.quick else sizes.DEFAULT
+    return known.with_rounds(args.rounds)
 
 
 def main() -> int:
     parser = options(__doc__, out="folder in which to keep it instead")
     parser.add_argument("groups", nargs="*", metavar="GROUP", help="all without a name")
     parser.add_argument("--quick", action="store_true", help="small sizes, a few minutes")
+    parser.add_argument("--tiny", action="store_true", help="the least sizes: does it run?")
+    parser.add_argument("--rounds", type=int, help="fewer rounds, or more")
     parser.add_argument("--keep", action="store_true", help="keep the table in benchmarks/results")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="processes that play ranks of `root`"
@@ -167,21 +178,31 @@ def main() -> int:
     args = parser.parse_args()
     if args.role:
         rank_main(args, lambda: measured_by_rank(args))
-    groups = chosen(args.groups, GROUPS)
-    result: dict[str, Any] = {"run": facts(args), "rows": []}
+    result: dict[str, Any] = {"run": facts(args), "rows": [], "failed": {}, "measured": {}}
     out = args.out or (RESULTS if args.keep else None)
     with scratch(args.dir) as folder:
         run = Run(args, folder)
-        for group in groups:
-            rows = list(run.rows(group))
-            run.failed |= {row.name: row.missing["reknit"] for row in rows if "reknit" in row.missing}
-            result["rows"] += [summary(row) for row in rows]
+        for group in chosen(args.groups, GROUPS):
+            begin = time.monotonic()
+            rows = [summary(row, group) for row in run.rows(group)]
+            run.failed |= {row["row"]: row["missing"]["reknit"] for row in rows if "reknit" in row["missing"]}
+            result["rows"] += rows
             result["run"]["load average after"] = round(os.getloadavg()[0], 1)
+            result["measured"][group] = f"{result['run']['date']}, {time.monotonic() - begin:.0f} s"
             result["failed"] = run.failed
-            if out is not None:
-                keep(result, out)  # in case a later group does not end
+            if out is not None:  # after each, in case a later group does not end
+                keep(joined(reports.kept(out / "table.json"), result), out)
     print(markdown(result))
     return 1 if run.failed else 0
+
+
+def joined(before: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with the rows of groups that it lacks, from the one kept with the same sizes."""
+    if before is None or before["run"]["sizes"] != result["run"]["sizes"]:
+        return result
+    rows = [row for row in before["rows"] if row["group"] not in result["measured"]] + result["rows"]
+    rows.sort(key=lambda row: list(GROUPS).index(row["group"]))
+    return result | {"rows": rows, "measured": before["measured"] | result["measured"]}
 
 
 def keep(result: dict[str, Any], out: Path) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.load.states import build
-from benchmarks.rivals.waiting import dcp, ours, rivals
+from benchmarks.rivals.waiting import dcp, ours, rivals, torch_checkpointing
 from benchmarks.table.rounds import Contestant, Row, in_turn, read_bytes
 from benchmarks.timing import data_files, pinned, raw_read, raw_write, tensors
 
@@ -127,7 +127,9 @@ def _saves(bench: Bench, state: Trained, repeat: int) -> Row:
         bench.on_root(lambda: shutil.rmtree(path, ignore_errors=True))
         os.makedirs(f"{bench.folder}/raw", exist_ok=True)
 
-    contestants = savers([ours(state.live), *rivals(bench)], path, state.plain, clean)
+    contestants = savers(
+        [ours(state.live), *rivals(bench), torch_checkpointing(synced=True)], path, state.plain, clean
+    )
     raw = f"{bench.folder}/raw/{bench.rank}"
     for name, direct in (("raw write + fsync", False), ("raw write + fsync, O_DIRECT", True)):
         write = partial(lambda direct, _: raw_write(raw, data, direct=direct), direct)

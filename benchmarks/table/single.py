@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.rivals.waiting import ours, rivals
-from benchmarks.table.rounds import Contestant, Row, cpu_seconds, in_turn, seconds
+from benchmarks.load.states import full, model_shapes
+from benchmarks.rivals.waiting import ours, rivals, torch_checkpointing
+from benchmarks.table.rounds import Contestant, Row, cpu_seconds, in_turn, peak_memory, seconds
 from benchmarks.table.sharded import Saved, savers
 from benchmarks.timing import pinned, raw_read, raw_write, tensors
 
@@ -25,12 +26,15 @@ def rows(bench: Bench, sizes: Sizes) -> list[Row]:
     many = _state(sizes.tensors, 4 << 10)
     small = _state(16, sizes.small_mb * 1_000_000 // 16)
     warm = _state(50, sizes.warm_mb * 1_000_000 // 50)
-    count = f"{sizes.tensors:,} tensors"
+    model = {"model": {fqn: full(fqn, shape) for fqn, shape in model_shapes(sizes.warm_gib).items()}}
+    count, gib = f"{sizes.tensors:,} tensors", f"{sizes.warm_gib:g} GiB, 1 rank"
     found = [
+        _peaks(bench, model, f"{gib}: peak memory of a load / bytes owned"),  # before any memory was freed
         _saves(bench, many, Row(f"{count}: CPU of a save", "s"), sizes.repeat, cpu_seconds),
         _loads(bench, many, f"{count}: CPU of a load", sizes.repeat, cpu_seconds),
         _saves(bench, small, Row(f"{sizes.small_mb} MB, 1 rank: save that waits", "s"), 3 * sizes.repeat),
         _loads(bench, warm, f"{sizes.warm_mb} MB, 1 rank: warm load", 3 * sizes.repeat),
+        _loads(bench, model, f"{gib}: warm load", sizes.repeat),
         *_lora(bench, sizes),
     ]
     bench.drop(bench.folder)
@@ -51,6 +55,21 @@ def _raw(bench: Bench, nbytes: int) -> tuple[str, memoryview]:
     return f"{folder}/file", pinned(nbytes)[:nbytes]
 
 
+def _peaks(bench: Bench, state: dict[str, Any], name: str) -> Row:
+    """Measure the first load of a state, after a small one that imports modules."""
+    tiny, owned = _state(1, 64), sum(tensor.nbytes for tensor in tensors(state))
+    row = Row(name, "x")
+    row.add("bytes owned", "limit", 1.0)
+    for way in (ours(), *rivals(bench)[1:3]):  # safetensors and DCP
+        for each in (tiny, state):
+            saved = Saved(bench, each, [way])
+            path = saved.path(way)
+            peak = peak_memory(bench, partial(way.load, path, each))
+            bench.drop(bench.folder)
+        row.add(way.name, way.loads_as, 1 + peak / owned)
+    return row
+
+
 def _saves(bench: Bench, state: dict[str, Any], row: Row, repeat: int, meter: Meter = seconds) -> Row:
     path = f"{bench.folder}/save"
     raw, data = _raw(bench, sum(tensor.nbytes for tensor in tensors(state)))
@@ -59,9 +78,12 @@ def _saves(bench: Bench, state: dict[str, Any], row: Row, repeat: int, meter: Me
         shutil.rmtree(path, ignore_errors=True)
         Path(raw).unlink(missing_ok=True)
 
-    contestants = savers([ours(), *rivals(bench)], path, state, clean, timed=meter is seconds)
+    ways, timed = [ours(), *rivals(bench)], meter is seconds
+    contestants = savers(
+        [*ways, torch_checkpointing(synced=True)] if timed else ways, path, state, clean, timed=timed
+    )
     write = Contestant("raw write + fsync", "limit", lambda _: raw_write(raw, data, direct=False), clean)
-    in_turn(bench, row, [*contestants, write], repeat, meter)
+    in_turn(bench, row, [*contestants, write], repeat, meter, seldom=None if timed else "DCP")
     clean(0)
     return row
 
@@ -71,7 +93,8 @@ def _loads(bench: Bench, state: dict[str, Any], name: str, repeat: int, meter: M
     raw, data = _raw(bench, sum(tensor.nbytes for tensor in tensors(state)))
     raw_write(raw, data, direct=False)
     read = Contestant("raw read", "limit", lambda _: raw_read([raw], data, 2, direct=False))
-    row = in_turn(bench, saved.row(name, "s"), [*saved.loads(state, bench.warm), read], repeat, meter)
+    contestants, seldom = [*saved.loads(state, bench.warm), read], None if meter is seconds else "DCP"
+    row = in_turn(bench, saved.row(name, "s"), contestants, repeat, meter, seldom=seldom)
     bench.drop(bench.folder)
     return row
 

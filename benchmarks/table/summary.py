@@ -5,16 +5,18 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import aims
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from benchmarks.table.rounds import Kind, Row
 
 
-def summary(row: Row) -> dict[str, Any]:
+def summary(row: Row, group: str = "") -> dict[str, Any]:
     """Return a row's summary; a ratio is the median over the rounds, if both took part in every round."""
     best = {kind: _best(row, kind) for kind in ("ours", "rival", "limit")}
-    reported: dict[str, Any] = {"row": row.name, "unit": row.unit}
+    reported: dict[str, Any] = {"row": row.name, "group": group, "unit": row.unit}
     for kind, who in best.items():
         reported[kind] = None if who is None else {"name": who, **_figures(row.figures[who])}
     for kind in ("rival", "limit"):
@@ -27,8 +29,7 @@ def summary(row: Row) -> dict[str, Any]:
 
 
 def _best(row: Row, kind: Kind) -> str | None:
-    medians = {who: statistics.median(each) for who, each in row.figures.items() if row.kinds[who] == kind}
-    return min(medians, key=medians.__getitem__, default=None)
+    return aims.best(row.figures, [who for who, each in row.kinds.items() if each == kind])
 
 
 def _figures(figures: list[float]) -> dict[str, float]:
@@ -38,19 +39,19 @@ def _figures(figures: list[float]) -> dict[str, float]:
 def _ratio(figures: Mapping[str, list[float]], ours: str | None, other: str | None) -> float | None:
     if ours is None or other is None:
         return None
-    mine, others = figures[ours], figures[other]
-    if len(mine) == len(others):
-        return _rounded(statistics.median(a / b for a, b in zip(mine, others, strict=True)))
-    return _rounded(statistics.median(mine) / statistics.median(others))
+    return float(f"{aims.ratio(figures[ours], figures[other]):.3g}")
 
 
-def _rounded(ratio: float) -> float:
-    return float(f"{ratio:.3g}")
+def judged(row: Mapping[str, Any]) -> list[aims.Judged]:
+    """Return the aims of a row of a result."""
+    figures = {who: each["rounds"] for who, each in row["all"].items()}
+    ours = [who for who, each in row["all"].items() if each["kind"] == "ours"]
+    return list(aims.judged(f"table {row['group']}", row["row"], figures, ours))
 
 
 HEADER = """\
-| row | unit | reknit | best rival | reknit / rival | limit | reknit / limit |
-|---|---|---|---|---|---|---|
+| row | unit | reknit | best rival | reknit / rival | limit | reknit / limit | aim |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -63,7 +64,11 @@ def markdown(result: dict[str, Any]) -> str:
         for kind in ("rival", "limit"):
             ratio = row[f"ours_over_{kind}"]
             cells += [_cell(row[kind]), "-" if ratio is None else f"{ratio:g}"]
+        cells.append("; ".join(each.short for each in judged(row)))
         text += "| " + " | ".join(cells) + " |\n"
+    missed = [
+        f"- {row['row']}: {each.text}" for row in result["rows"] for each in judged(row) if each.met is False
+    ]
     beside = [
         f"- {row['row']}: {_cell(reported | {'name': who})} {row['unit']}"
         for row in result["rows"]
@@ -71,13 +76,16 @@ def markdown(result: dict[str, Any]) -> str:
         if reported["kind"] == "beside"
     ]
     missing = sorted({f"- {who}: {why}" for row in result["rows"] for who, why in row["missing"].items()})
+    measured = [f"- {group}: {when}" for group, when in result.get("measured", {}).items()]
     failed = [f"- {group}: {why}" for group, why in result["failed"].items()]
     return text + "".join(
         f"\n{title}\n\n" + "\n".join(each) + "\n"
         for title, each in (
+            ("Aims that are not met, with the reasons:", missed),
             ("Not compared, since it does not sync its files:", beside),
             ("Not measured:", missing),
             ("Failed:", failed),
+            ("Measured by group:", measured),
         )
         if each
     )

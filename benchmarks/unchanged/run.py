@@ -1,11 +1,11 @@
-"""The bytes that a save writes of a state that changed in part, and its time.  Prints JSON.
+"""The bytes that a save writes of a state that changed in part, and its time, with the aims.  Prints JSON.
 
-Run: python benchmarks/unchanged/run.py [URL] [--layers 16] [--layer-mib 64] [--repeat 5]
+Run: python benchmarks/unchanged/run.py [URL] [--layers 100] [--layer-kib 10486] [--repeat 10]
 
-One rank saves after an earlier save in the same folder, by default a temporary one.  The same bytes, a
-hundredth of all bytes in rows of one layer, one changed layer, a LoRA beside a frozen base, or all layers are
-saved.  ``restart`` is the same bytes in a new process.  ``written`` is the part of the bytes that was written; ``time`` is the median of
-the seconds, divided by that of the save of all layers.
+One rank saves after an earlier save in the same folder, by default a temporary one: a GiB in equal layers.
+The same bytes, one changed layer (1 %), a LoRA beside a frozen base, or all layers are saved by turns.  With
+"after a restart", a new process makes the state that was saved last, changes it, and saves first.  Times are
+divided by the one of a save of all layers, in a new process too if they are those of a new process.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import reknit
-from benchmarks.reports import machine, software
+from benchmarks.aims import ratio
+from benchmarks.reports import Row, judged, machine, show, software
 
-MIB = 1 << 20
+ALL, RESTARTED = "all layers", ", after a restart"
 
 
 class Job:
     """A model whose layers are one matrix each, and its saves."""
 
-    def __init__(self, url: str, layers: int, layer_mib: int) -> None:
+    def __init__(self, url: str, layers: int, layer_kib: int) -> None:
         torch.manual_seed(0)
         self.url, self.step = url, 0
-        rows = layer_mib * MIB // 4096
+        rows = max(1, layer_kib // 4)
         self.layers = [torch.nn.Parameter(torch.randn(rows, 1024)) for _ in range(layers)]
         self.lora = torch.nn.Parameter(torch.randn(max(1, layers * rows // 100), 1024))
 
@@ -59,62 +59,78 @@ class Job:
                 tensor.add_(1)
 
 
-def restarted(job: Job) -> tuple[float, float]:
-    """Return the figures of the first save in a new process; its imports count, too."""
-    command = [sys.executable, __file__, job.url, "--first", str(job.step + 1)]
-    command += ["--layers", str(len(job.layers)), "--layer-mib", str(job.layers[0].nbytes // MIB)]
+def changed(job: Job, what: str, number: int) -> tuple[float, float]:
+    """Change a part of the layers, and return the figures of a save."""
+    layers = {"the same bytes": [], "1 % changed": [job.layers[number % len(job.layers)]], ALL: job.layers}
+    job.change(*layers[what])
+    return job.save()
+
+
+CASES = ("the same bytes", "1 % changed", ALL)
+
+
+def restarted(job: Job, what: str, number: int, layer_kib: int) -> tuple[float, float]:
+    """Return the figures of the first save in a new process; reknit's imports count, too."""
+    job.save()  # the new process makes the same random numbers
+    command = [sys.executable, __file__, job.url, "--first", str(job.step), what, str(number)]
+    command += ["--layers", str(len(job.layers)), "--layer-kib", str(layer_kib)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     job.step += 1
     seconds, written = json.loads(done.stdout)
     return seconds, written
 
 
-def measured(job: Job, repeat: int) -> dict[str, Any]:
-    """Return the figures of all cases."""
+def measured(job: Job, repeat: int, layer_kib: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds and the written part of all cases, by round."""
     found: dict[str, list[tuple[float, float]]] = {}
     job.save()
-    found["restart"] = [restarted(job)]  # the new process makes the same random numbers
-    for _ in range(repeat):
-        job.change(*job.layers)
-        found.setdefault("all layers", []).append(job.save())
-        found.setdefault("the same bytes", []).append(job.save())
-        job.change(job.layers[0][: len(job.lora)])
-        found.setdefault("1 % in a layer", []).append(job.save())
-        job.change(job.layers[len(job.layers) // 2])
-        found.setdefault(f"1 of {len(job.layers)} layers", []).append(job.save())
+    for number in range(repeat):
+        for what in CASES:
+            found.setdefault(what + RESTARTED, []).append(restarted(job, what, number, layer_kib))
+    for number in range(repeat):
+        for what in (ALL, *CASES[:2]):
+            found.setdefault(what, []).append(changed(job, what, number))
     job.save(lora=True)
     for _ in range(repeat):
         job.change(job.lora)
         found.setdefault("LoRA of 1 %", []).append(job.save(lora=True))
-    whole = statistics.median(seconds for seconds, _ in found["all layers"])
-    return {
-        name: {
-            "written": round(statistics.median(part for _, part in figures), 4),
-            "time": round(statistics.median(seconds for seconds, _ in figures) / whole, 2),
-        }
-        for name, figures in found.items()
-    } | {"seconds of all layers": round(whole, 3)}
+    return found
+
+
+def rows(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
+    """Return the part of the bytes that each case writes, and its time over that of a save of all."""
+    reported: list[Row] = []
+    for name, figures in found.items():
+        whole = found[ALL + RESTARTED * name.endswith(RESTARTED)]
+        seconds, parts = zip(*figures, strict=True)
+        time_ratio = round(ratio(seconds, [each for each, _ in whole]), 3)
+        reported.append((f"{name}: bytes written / all", round(statistics.median(parts), 4)))
+        reported.append((f"{name}: time / a save of all", time_ratio))
+    return reported
 
 
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("url", nargs="?")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--layer-mib", type=int, default=64)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, default=100)
+    parser.add_argument("--layer-kib", type=int, default=10_486)
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--first", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         url = args.url or folder
         if args.first is None:
-            job = Job(f"{url}/unchanged-{uuid.uuid4().hex[:8]}", args.layers, args.layer_mib)
-            about = {"machine": machine(), "software": software("torch", "reknit")}
-            print(json.dumps(about | measured(job, args.repeat), indent=1))
+            job = Job(f"{url}/unchanged-{uuid.uuid4().hex[:8]}", args.layers, args.layer_kib)
+            found = measured(job, args.repeat, args.layer_kib)
+            about = {"machine": machine(), "software": software("torch", "reknit"), "figures": found}
+            judgements = judged("unchanged", rows(found))
+            print(json.dumps(about | {"rows": judgements}, indent=1))
+            show(judgements)
         else:
-            job = Job(args.url, args.layers, args.layer_mib)
-            job.step = args.first - 1
-            print(json.dumps(job.save()))
+            job = Job(args.url, args.layers, args.layer_kib)
+            job.step = int(args.first[0])
+            print(json.dumps(changed(job, args.first[1], int(args.first[2]))))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.aims import AIMS
 from benchmarks.ranks import RanksFailedError
 from benchmarks.reports import RESULTS, chosen
 from benchmarks.rivals.background import DCP_QUICK_MODES
 from benchmarks.table import (
+    arrays,
     digests,
     first,
     formats,
@@ -27,8 +31,9 @@ from benchmarks.table import (
 )
 from benchmarks.table.rounds import Row
 from benchmarks.table.sizes import TINY
-from benchmarks.table.summary import markdown, summary
+from benchmarks.table.summary import judged, markdown, summary
 from benchmarks.timing import Bench
+from benchmarks.turns import in_turn
 from tests.ranks import run as on_ranks
 from tests.running.examples import is_night
 
@@ -58,6 +63,8 @@ def _rows(folder: str, group: str) -> list[Row]:
     measured: list[Row] = {
         "sharded": sharded.rows,
         "single": single.rows,
+        "small": layout.load_rows,
+        "jax": arrays.rows,
         "formats": formats.rows,
         "loader": loader.rows,
         "digests": digests.rows,
@@ -77,18 +84,32 @@ def _first(bench: Bench) -> list[Row]:
     return [first.load_row(loads, bench.world), *first.save_rows(saves, TINY)]
 
 
-AT_NIGHT = [("sharded", 2), ("first", 2), ("trainer", 2), ("dtensors", 2)] if is_night() else []
+RANKS = {"single": 1, "small": 2, "sharded": 2, "first": 2, "trainer": 2, "dtensors": 2, "jax": 1}
+BY_DAY = ("single", "small")
 
 
-@pytest.mark.parametrize(("group", "ranks"), [("single", 1), *AT_NIGHT])
+def test_each_group_with_an_aim_has_its_rows_compared_below() -> None:
+    groups = {aim.bench.removeprefix("table ") for aim in AIMS if aim.bench.startswith("table ")}
+    assert groups <= set(RANKS) & set(run.GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks"), [each for each in RANKS.items() if is_night() or each[0] in BY_DAY]
+)
 def test_every_row_compares_reknit_with_who_is_there(group: str, ranks: int, tmp_path: Path) -> None:
+    if group == "jax" and find_spec("orbax") is None:
+        pytest.skip("Orbax is not installed")
     rows = on_ranks(ranks, _rows, str(tmp_path / group), group, timeout=240)[0]
     assert rows
+    judgements = [each for row in rows for each in judged(summary(row, group))]
+    assert {each.aim for each in judgements} == {aim for aim in AIMS if aim.bench == f"table {group}"}
+    assert all(each.value is not None for each in judgements)
     for row in rows:
-        reported = summary(row)
+        reported = summary(row, group)
         assert reported["ours"]["name"].startswith("reknit"), row
         assert (reported["ours_over_rival"] is None) == row.name.startswith("`prepare`"), row
-        assert (reported["ours_over_limit"] is None) == row.name.startswith("later saves, end to end"), row
+        without = row.name.startswith(("later saves, end to end", "JAX", "FSDP2"))
+        assert (reported["ours_over_limit"] is None) == without, row
         assert all(who.startswith("torch_checkpointing") or "O_DIRECT" in who for who in row.missing), row
 
 
@@ -162,6 +183,56 @@ def test_ratios_are_those_of_rounds_that_were_made_side_by_side() -> None:
     assert "a row: 0.1 (quickest, no sync) s" in markdown({"run": {}, "rows": [reported], "failed": {}})
 
 
+def test_a_missed_aim_is_printed_with_its_ratio_and_the_reason() -> None:
+    row = Row("20 tensors: CPU of a load", "s")
+    row.add("reknit", "ours", 3.0, 5.0)
+    row.add("safetensors + fsync", "rival", 1.0, 1.0)
+    text = markdown({"run": {}, "rows": [summary(row, "single")], "failed": {}})
+    (aim,) = (aim for aim in AIMS if aim.bench == "table single" and aim.over == "safetensors*")
+    assert "4 of safetensors, aim <= 1.5: NOT met, 2.67 of the aim |" in text
+    assert (
+        f"- 20 tensors: CPU of a load: 4 of safetensors, aim <= 1.5: NOT met, 2.67 of the aim; {aim.why}"
+        in text
+    )
+
+
+def test_a_group_that_is_measured_again_replaces_its_own_rows_alone() -> None:
+    def result(size: str, *groups: tuple[str, float]) -> dict[str, Any]:
+        rows = []
+        for group, seconds in groups:
+            row = Row(f"a row of {group}", "s")
+            row.add("reknit", "ours", seconds)
+            rows.append(summary(row, group))
+        return {
+            "run": {"sizes": size},
+            "rows": rows,
+            "failed": {},
+            "measured": {group: "now" for group, _ in groups},
+        }
+
+    before, after = result("default", ("sharded", 1.0), ("root", 2.0)), result("default", ("root", 3.0))
+    joined = run.joined(before, after)
+    assert [(row["group"], row["ours"]["median"]) for row in joined["rows"]] == [
+        ("sharded", 1.0),
+        ("root", 3.0),
+    ]
+    assert list(joined["measured"]) == ["sharded", "root"]
+    for other in (None, result("quick", ("sharded", 1.0))):
+        assert run.joined(other, after) == after
+
+
+def test_who_takes_very_long_has_one_turn_and_no_warm_up() -> None:
+    taken: list[tuple[str, int]] = []
+
+    def way(name: str, number: int) -> dict[str, float]:
+        taken.append((name, number))
+        return {"s": 1.0}
+
+    figures = in_turn({name: partial(way, name) for name in ("a", "b")}, 2, seldom=("b",)).of("s")
+    assert taken == [("a", -1), ("a", 0), ("b", 0), ("a", 1)]
+    assert figures == {"a": [1.0, 1.0], "b": [1.0]}
+
+
 def test_who_fails_in_a_round_has_no_figures_and_a_reason() -> None:
     row = Row("a row", "s")
     row.add("DCP", "rival", 1.0)
@@ -179,7 +250,7 @@ def test_a_run_that_is_told_to_end_does_not_go_on_with_its_next_group(
             raise error
 
         monkeypatch.setattr(run, "launch", launch)
-        return run.Run(argparse.Namespace(quick=True, timeout=1.0), str(tmp_path))
+        return run.Run(argparse.Namespace(tiny=True, rounds=1, timeout=1.0), str(tmp_path))
 
     assert ended(RanksFailedError("rank 1 failed")).launched("sharded", 2) == "rank 1 failed"
     with pytest.raises(SystemExit) as reported:  # what SIGTERM raises

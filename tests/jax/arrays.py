@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from reknit.errors import MismatchError, StateError
 from reknit.frameworks import registry
 from reknit.frameworks.walk.walk import Place, World
 from reknit.integrations.jax import arrays as jax_arrays
-from reknit.integrations.jax import pytree
+from reknit.integrations.jax import filling, pytree
 from reknit.integrations.jax.filling import Filling
 from tests.jax import training
 from tests.jax.trees import raises
@@ -317,6 +318,29 @@ def check_a_larger_array_keeps_what_the_checkpoint_lacks(folder: str) -> None:
     assert np.array_equal(target["emb"], [[1, 1]] * 4 + [[0, 0]] * 2)
 
 
+def check_boxes_of_arrays_that_are_cut_alike_are_found_once(folder: str) -> None:
+    found: list[str] = []
+
+    def seen(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == filling.__file__:
+            found.append(frame.f_code.co_name)
+
+    values = np.arange(32, dtype=np.float32).reshape(4, 8)
+    cuts = (("x",), ("x", "y"), (None, "y"), ("x",), (None, "y"), ())
+    reknit.save(folder, {f"{n}": put(values + n) for n in range(len(cuts))})
+    target = {f"{n}": put(np.zeros_like(values), *cut) for n, cut in enumerate(cuts)}
+    filling._cut.cache_clear()
+    sys.setprofile(seen)
+    try:
+        reknit.load(folder, target)
+    finally:
+        sys.setprofile(None)
+    assert found.count("_cut") == len(set(cuts))
+    for n, cut in enumerate(cuts):
+        assert np.array_equal(target[f"{n}"], values + n)
+        assert target[f"{n}"].sharding == put(values, *cut).sharding
+
+
 def check_device_copies_begin_before_any_is_waited_for(folder: str) -> None:
     order: list[str] = []
 
@@ -333,15 +357,16 @@ def check_device_copies_begin_before_any_is_waited_for(folder: str) -> None:
             order.append("wait")
             return np.asarray(self.data)
 
-    apart, on_host = jax_arrays.without_host_copy, jax_arrays.is_on_host
-    jax_arrays.without_host_copy = lambda data: Remote(apart(data))
-    jax_arrays.is_on_host = lambda sharding: False
+    module: Any = jax_arrays
+    apart, on_host = module.without_host_copy, module.is_on_host
+    module.without_host_copy = lambda data: Remote(apart(data))
+    module.is_on_host = lambda sharding: False
     try:
         held = registry.collect(
             {"a": put(np.ones(8), "x"), "b": [jnp.ones(3), training.OPTIMIZER.init({"w": jnp.ones(2)})]}, 0, 1
         )
     finally:
-        jax_arrays.without_host_copy, jax_arrays.is_on_host = apart, on_host
+        module.without_host_copy, module.is_on_host = apart, on_host
     assert order == ["begin"] * len(held.shards) + ["wait"] * len(held.shards)
 
 

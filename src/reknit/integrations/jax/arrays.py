@@ -13,6 +13,7 @@ from reknit.integrations.jax import pytree
 from reknit.integrations.jax.filling import (
     Filling,
     box_of,
+    is_on_host,
     is_reduced,
     require_no_trace,
     require_reduced,
@@ -202,11 +203,6 @@ def start_copies(state: Any, world: World) -> None:
             cut = _cut_of(leaf, Place("an array"), world)
             for data in () if cut.on_host else _memories(leaf, cut, world):
                 data.copy_to_host_async()
-
-
-def is_on_host(sharding: Any) -> bool:
-    """Return whether all devices of a sharding are CPUs."""
-    return all(device.platform == "cpu" for device in sharding.device_set)
 
 
 class UnchangingArrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -111,10 +112,10 @@ def as_recorded(array: Any, record: Mapping[str, Any]) -> Any:
     if weak is not None and not pytree.is_key_dtype(array.dtype) and weak != array.weak_type:
         array = pytree.weakly_typed(array, weak=bool(weak))
     kind = record.get("memory")
+    if kind is None or array.committed:
+        return array
     kinds = {memory.kind for device in array.sharding.device_set for memory in device.addressable_memories()}
-    if kind in kinds and not array.committed:
-        array = jax.device_put(array, array.sharding.with_memory_kind(str(kind)))
-    return array
+    return jax.device_put(array, array.sharding.with_memory_kind(str(kind))) if kind in kinds else array
 
 
 def placed_as(array: Any, present: Any) -> Any:
@@ -190,7 +191,13 @@ def same(a: Any, b: Any) -> bool:
 
 def box_of(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
     """Return the box that an index of JAX selects; for keys, it has the dimensions of their data, too."""
-    ranges = [cut.indices(length) for cut, length in zip(index, shape, strict=False)]
+    return _box(tuple([(cut.start, cut.stop) for cut in index]), shape)
+
+
+@lru_cache(maxsize=4096)
+def _box(cuts: tuple[tuple[int | None, int | None], ...], shape: tuple[int, ...]) -> Box:
+    """Return the box of an index; the arrays of a state have few shapes, and are cut in the same way."""
+    ranges = [slice(*cut).indices(length) for cut, length in zip(cuts, shape, strict=False)]
     return Box(tuple(start for start, _, _ in ranges), tuple(end - start for start, end, _ in ranges))
 
 
@@ -257,15 +264,10 @@ class Filling(Unfilled):
         self.spec = _spec(shape, dtype, place)
         self._shape, self._dtype, self._sharding, self._weak = shape, dtype, sharding, weak
         _require_dtype(self.spec.dtype, place)
-        if sharding is None:
-            boxes = {Box.whole(shape)}
-        else:
-            boxes = {box_of(index, shape) for index in _indices(sharding, shape, place)}
+        boxes = (Box.whole(shape),) if sharding is None else _boxes(sharding, shape, place)
         tail = self.spec.shape[len(shape) :]
         kind = numpy_dtype(self.spec.dtype)
-        self._memory: dict[Box, NDArray[Any]] = {
-            box: _aligned((*box.lengths, *tail), kind) for box in sorted(boxes, key=lambda box: box.offsets)
-        }
+        self._memory: dict[Box, NDArray[Any]] = {box: _aligned((*box.lengths, *tail), kind) for box in boxes}
         self.arrived = False
         self._made: Any = None
 
@@ -308,7 +310,7 @@ class Filling(Unfilled):
     def _new(self) -> Any:
         if self._sharding is None:
             data = self._memory[Box.whole(self._shape)]
-            array = keys(data, self._dtype) if self._is_key else jax.device_put(data)
+            array = keys(data, self._dtype) if pytree.is_key_dtype(self._dtype) else jax.device_put(data)
         else:
             array = divided(
                 self._shape,
@@ -319,33 +321,35 @@ class Filling(Unfilled):
         array = pytree.weakly_typed(array) if self._weak else array
         return as_recorded(array, self.record)
 
-    @property
-    def _is_key(self) -> bool:
-        return pytree.is_key_dtype(self._dtype)
-
     def _arrive(self) -> None:
         """Make the array before any is put in its place, so that an error leaves all of them as they were.
 
         On other devices than CPUs there may not be enough memory for old and new arrays; keys are small.
         """
         self.arrived = True
-        if self._is_key or _is_on_host(self._sharding):
+        if pytree.is_key_dtype(self._dtype) or is_on_host(self._sharding or jax.device_put(0).sharding):
             self.filled()
 
 
-def _is_on_host(sharding: Any) -> bool:
-    """Return whether all devices of a sharding are CPUs, or the default device is one."""
-    devices = (jax.device_put(0).sharding if sharding is None else sharding).device_set
-    return all(device.platform == "cpu" for device in devices)
+@lru_cache(maxsize=256)
+def is_on_host(sharding: Any) -> bool:
+    """Return whether all devices of a sharding are CPUs."""
+    return all(device.platform == "cpu" for device in sharding.device_set)
 
 
-def _indices(sharding: Any, shape: tuple[int, ...], place: Place) -> list[tuple[slice, ...]]:
-    """Return the index of each device of this process."""
+def _boxes(sharding: Any, shape: tuple[int, ...], place: Place) -> tuple[Box, ...]:
+    """Return the boxes of this process, in the order of their offsets."""
     require_reduced(sharding, place)
     try:
-        return [index or () for index in sharding.addressable_devices_indices_map(shape).values()]
+        return _cut(sharding, shape)
     except ValueError as error:
         raise StateError(f"{place} of shape {list(shape)} cannot be cut so: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _cut(sharding: Any, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return tuple(sorted({box_of(index or (), shape) for index in indices}, key=lambda box: box.offsets))
 
 
 def is_reduced(sharding: Any) -> bool:
