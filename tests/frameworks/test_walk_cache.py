@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from contextlib import nullcontext, suppress
+from ctypes import string_at
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -15,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -45,6 +47,7 @@ def described(held: Holdings) -> Any:
     return (
         held.items,
         [(shard, shard.frozen, *_read(shard.data)) for shard in held.shards],
+        _read_at(held) if held.runs else [_read(shard.data)[0] for shard in held.shards],
         [(one.item, one.key, one.coordinate, one.data) for one in encoded.blobs],
         [(blob.item, blob.fqn) for blob in held.blobs],
         held.aliases,
@@ -63,6 +66,13 @@ def _read(memory: Any) -> tuple[Any, ...]:
         return memory.tobytes(), memory.shape, memory.strides, memory.dtype
     own = memory.detach().resolve_neg().resolve_conj()
     return own.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), own.shape, own.stride(), own.dtype
+
+
+def _read_at(held: Holdings) -> list[bytes]:
+    """Return the bytes at the addresses of the shards."""
+    assert held.runs is not None
+    sizes = [shard.nbytes for shard in held.shards]
+    return [string_at(at, size) for at, size in zip(held.runs.addresses, sizes, strict=True)]
 
 
 def outcome(state: State, rank: int, size: int, *, anew: bool) -> Any:
@@ -203,6 +213,115 @@ def _moved_in_memory() -> None:
 
 def test_tensors_that_moved_in_memory_are_read_where_they_are_now() -> None:
     assert run(1, _moved_in_memory) == [None]
+
+
+def _calls(state: State) -> int:
+    """Return the number of Python calls in a walk through a state that is as it was."""
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for _ in range(2):
+        registry.collect(state, 0, 1)
+    sys.setprofile(count)
+    try:
+        registry.collect(state, 0, 1)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def _calls_of_many() -> int:
+    mesh = init_device_mesh("cpu", (1,))
+    local = [torch.ones(1, 2) for _ in range(400)]
+    tensors = [DTensor.from_local(one, mesh, [Shard(0)], run_check=False) for one in local]
+    few, many = ({"m": {str(n): tensors[n] for n in range(number)}} for number in (200, 400))
+    return _calls(many) - _calls(few)
+
+
+def test_more_tensors_that_are_as_they_were_take_no_more_python_calls() -> None:
+    assert run(1, _calls_of_many) == [0]
+
+
+def test_memory_is_kept_at_its_address_even_if_its_tensor_gets_other_memory() -> None:
+    weight = torch.arange(1024.0)
+    for _ in range(2):
+        held = registry.collect({"model": {"weight": weight}}, 0, 1)
+    weight.data = torch.zeros(1024)
+    assert held.runs is not None
+    assert [one.data_ptr() for one in held.runs.kept] == list(held.runs.addresses)
+    assert _read_at(held) == [torch.arange(1024.0).numpy().tobytes()]
+
+
+def _declare(tensor: Any) -> None:
+    tensor.global_shape, tensor.global_offsets = (4,), ((2,),)
+    tensor.local_offsets, tensor.local_sizes = ((0,),), ((2,),)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "sparse": lambda state: state.update(a=torch.ones(2).to_sparse()),
+    "a view": lambda state: state.update(a=torch.arange(4.0)[::2]),
+    "of another length": lambda state: state["a"].resize_(3),
+    "of another dtype": lambda state: setattr(state["a"], "data", torch.ones(2, dtype=torch.int32)),
+    "negative": lambda state: state.update(a=torch._neg_view(torch.ones(2))),
+    "declared": lambda state: _declare(state["a"]),
+    "a parameter": lambda state: state.update(a=nn.Parameter(torch.ones(2))),
+    "twice": lambda state: state.update(b=state["a"]),
+    "of one memory": lambda state: state.update(b=state["a"].view(2)),
+    "of other memory": lambda state: setattr(state["a"], "data", torch.rand(2)),
+}
+
+
+@table("name", CHANGES)
+def test_a_tensor_that_is_now_otherwise_is_stored_as_it_is_now(name: str) -> None:
+    tensors: State = {"a": torch.rand(2), "b": torch.rand(2)}
+    state = {"tensors": tensors}
+    for _ in range(2):
+        registry.collect(state, 0, 1)
+    CHANGES[name](tensors)
+    for _ in range(2):
+        assert outcome(state, 0, 1, anew=False) == outcome(state, 0, 1, anew=True)
+
+
+def _changed_inside() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+
+    def made(local: Any, **options: Any) -> Any:
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **options)
+
+    larger = made(torch.ones(2, 2), shape=torch.Size((3, 2)), stride=(2, 1))
+    others: list[Any] = [torch.ones(2, 2, dtype=torch.float64), torch.arange(8.0).view(2, 4)[:, ::2], larger]
+    for other in others:
+        tensor: Any = made(torch.ones(2, 2))
+        state: State = {"model": {"a": tensor, "b": torch.ones(2)}}
+        for _ in range(2):
+            registry.collect(state, 0, 1)
+        if isinstance(other, DTensor):  # of the same placements
+            other._spec.placements = tensor._spec.placements
+            state["model"]["a"] = other
+        else:
+            tensor._local_tensor = other
+        expected = outcome(state, 0, 1, anew=True)
+        assert outcome(state, 0, 1, anew=False) == expected
+
+
+def test_a_dtensor_with_another_form_below_the_same_layout_is_looked_at() -> None:
+    assert run(1, _changed_inside) == [None]
+
+
+def _beside_another_mesh() -> list[str]:
+    rank = torch.distributed.get_rank()
+    elsewhere = DeviceMesh("cpu", [0])
+    state: State = {"m": {"a": distribute_tensor(torch.ones(4), elsewhere, [Shard(0)]), "b": torch.rand(2)}}
+    for _ in range(3):
+        assert outcome(state, rank, 2, anew=False) == outcome(state, rank, 2, anew=True)
+    return [shard.fqn for shard in registry.collect(state, rank, 2).shards]
+
+
+def test_a_tensor_after_one_of_other_ranks_is_read_at_its_own_address() -> None:
+    assert run(2, _beside_another_mesh) == [["a", "b"], ["b"]]
 
 
 def test_what_was_found_keeps_nothing_alive() -> None:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from reknit.types.dtype import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -335,14 +335,22 @@ class Alias(msgspec.Struct, frozen=True, gc=False):
     of: str
 
 
+class HostRuns(NamedTuple):
+    """The address of each of some memories, which are runs of host memory, and objects that keep it."""
+
+    addresses: Sequence[int]
+    kept: Sequence[Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """All shards, blobs and aliases of one rank.  `items` are the top-level names, also of empty items.
 
     A save fails if a witness has no blob on any rank.  `barriers` delay changes of some of the memory of the
     shards.  `coordinate` is the rank's place in the parallel grid, by the names of its axes, as far as the
-    framework records it.  `known` caches results that follow from items, shards and aliases alone, and not
-    from the memory of the shards: holdings that differ in nothing else may share it.
+    framework records it.  `runs` are those of the memory of all shards, if they are known already.  `known`
+    caches results that follow from items, shards and aliases alone, and not from the memory of the shards:
+    holdings that differ in nothing else may share it.
     """
 
     items: tuple[str, ...]
@@ -352,6 +360,7 @@ class Holdings:
     witnesses: tuple[Witness, ...] = ()
     barriers: tuple[Barrier, ...] = ()
     coordinate: Mapping[str, int] = field(default_factory=dict)
+    runs: HostRuns | None = field(default=None, compare=False, repr=False)
     known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from reknit.engine.memory.devices import Transfer
     from reknit.engine.memory.workers import Arena
-    from reknit.types.shard import WriteEntry
+    from reknit.types.shard import HostRuns, WriteEntry
 
     Copy = Callable[[Any, int, int, NDArray[np.uint8]], None]
 
@@ -176,11 +176,15 @@ class Sources(Sequence[Any]):
     The bytes of the memory are its values: walks resolve conjugate and negative views.
     """
 
-    def __init__(self, memories: Iterable[Any]) -> None:
+    def __init__(self, memories: Iterable[Any], runs: HostRuns | None = None) -> None:
+        """Use memories whose `runs` may be known already."""
         self._memories = [*memories]
         self._bits: dict[int, Any] = {}
         self._flats: dict[int, Any] = {}
         self._storages: Sequence[Any] = ()
+        if runs is not None:
+            self.addresses, self._storages = np.array(runs.addresses, np.int64), runs.kept
+            self._plain = range(len(self._memories))
 
     def __len__(self) -> int:
         return len(self._memories)

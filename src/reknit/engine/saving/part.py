@@ -374,7 +374,8 @@ class Part:
     def __init__(self, task: SaveTask, encoded: EncodedHoldings, cut: FileCut) -> None:
         """Use `encode`."""
         self.task, self.encoded = task, encoded
-        self.sources = Sources([shard.memory for shard in encoded.holdings.shards])
+        holdings = encoded.holdings
+        self.sources = Sources([shard.memory for shard in holdings.shards], holdings.runs)
         self._cut = cut
         self._copies = messages.NO_COPIES
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import count
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from msgspec import Struct
 
 from reknit.frameworks import imported
 from reknit.frameworks.torch import dtensor, flat_part, torch_private
@@ -14,16 +16,17 @@ from reknit.frameworks.torch.tensor import plain_dtype
 from reknit.frameworks.walk.walk import View
 from reknit.types.box import Box
 from reknit.types.devices import memory_of
-from reknit.types.shard import TensorSpec
+from reknit.types.shard import HostRuns, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from reknit.frameworks.walk.walk import Place, Replicas, World
-    from reknit.frameworks.walk.walk_cache import Signature, TensorSigner
+    from reknit.frameworks.walk.walk_cache import TensorSigner
 
 _TENSOR = torch.Tensor
 _size, _dtype, _address = _TENSOR.size, attrgetter("dtype"), _TENSOR.data_ptr
+_is_on_host = attrgetter("is_cpu")
 
 
 def signers() -> tuple[TensorSigner, ...]:
@@ -38,12 +41,15 @@ class TorchSigner:
         self._dtensor = imported("torch.distributed.tensor", "DTensor")
         self.kinds = frozenset({_TENSOR, torch.nn.Parameter, self._dtensor})
 
-    def signed(self, signature: Signature) -> TorchTensors | None:
-        """Add the facts that decide how all the tensors are stored; None if there may be other facts.
+    def look(self, tensors: Sequence[Any], last: TorchFacts | None) -> TorchTensors | None:
+        """Return a record of tensors with their facts; None if there may be other facts.
 
         An address decides only which tensors are the same memory.  As no two are, addresses may change.
         """
-        numbers, tensors = _different(signature.tensors)
+        numbers, tensors = _different(tensors)
+        with suppress(RuntimeError):  # of sparse and nested tensors
+            if last is not None and (found := _seen_again(numbers, tensors, last, self._dtensor)):
+                return found
         kinds = [*map(type, tensors)]
         if not self.kinds.issuperset(kinds) or any(map(flat_part.is_declared, tensors)):
             return None
@@ -63,21 +69,17 @@ class TorchSigner:
             sizes, dtypes = [*map(_size, memories)], [*map(_dtype, memories)]
             if any(dtype.is_complex for dtype in {*dtypes}) or any(map(_TENSOR.is_neg, memories)):
                 return None  # its memory need not be its values
-            if not _are_apart(memories, sizes):
+            if not _are_apart([*map(_address, memories)], sizes):
                 return None
         except RuntimeError:  # sparse, nested and other tensors without memory of their own
             return None
         placements, meshes, orders = torch_private.layouts_of(placed)
         with torch_private.quick_access():
-            signature.facts += (numbers, kinds, sizes, dtypes, [*map(_size, placed)], [*map(_dtype, placed)])
-        signature.facts.append(orders)
-        signature.facts += [
-            (mesh.mesh.tolist(), mesh.mesh_dim_names, mesh.get_coordinate()) for mesh in _few(meshes)
-        ]
-        # Placements and meshes are immutable: a change replaces them.
-        signature.objects += placements
-        signature.objects += meshes
-        return TorchTensors(tensors, memories, here)
+            facts = (kinds, sizes, dtypes, [*map(_size, placed)], [*map(_dtype, placed)])
+        layouts, checks = (placements, meshes, orders), _checks(tensors, memories)
+        return TorchTensors(
+            tensors, memories, here, TorchFacts(numbers, facts, layouts, _places(meshes), checks)
+        )
 
     def views(self, tensors: Sequence[Any], places: Sequence[Place], world: World) -> list[View | None]:
         """Return the view of each tensor, to fill it; None for a tensor that takes a closer look.
@@ -155,20 +157,122 @@ def _few(meshes: Sequence[Any]) -> Sequence[Any]:
     return [*dict(zip(map(id, meshes), meshes, strict=True)).values()]
 
 
-def _are_apart(memories: Sequence[Any], sizes: Sequence[Any]) -> bool:
+def _are_apart(addresses: Sequence[int], sizes: Sequence[Any]) -> bool:
     """Return whether each has memory of its own; tensors without elements have the address 0."""
-    addresses = [*map(_address, memories)]
     num_without = addresses.count(0)
     if num_without and num_without != sum(0 in size for size in sizes):
         return False
     return len({*addresses}) == len(addresses) - max(num_without - 1, 0)
 
 
+def _places(meshes: Sequence[Any]) -> list[Any]:
+    """Return the places of ranks on the different meshes."""
+    return [(mesh.mesh.tolist(), mesh.mesh_dim_names, mesh.get_coordinate()) for mesh in _few(meshes)]
+
+
+_BLOCK = 512
+"""The tensors that are looked at together: their records fit into the cache of a processor."""
+
+
+class TorchFacts(Struct, frozen=True):
+    """The facts that decide how tensors of torch are stored.
+
+    `layouts` are the placements, meshes and orders of the cuts of the DTensors, and `places` those of ranks
+    on the meshes.  `checks` find quickly that as many tensors have the same `tensors`, a block after another,
+    and memory in one run on the host.  They are None if that is not so, or not to be found.
+    """
+
+    numbers: Sequence[int]
+    tensors: tuple[list[Any], ...]
+    layouts: tuple[list[Any], list[Any], list[Any]]
+    places: list[Any]
+    checks: list[_Check] | None
+
+    def are_same(self, other: TorchFacts) -> bool:
+        """Return whether the tensors of the `other` facts are stored alike."""
+        return self is other or (
+            self.numbers == other.numbers
+            and self.tensors == other.tensors
+            and self.has_layouts(other.layouts, other.places)
+        )
+
+    def has_layouts(self, layouts: Sequence[list[Any]], places: list[Any]) -> bool:
+        """Return whether these are the layouts of the DTensors, and the places of the ranks."""
+        # Placements and meshes are immutable: a change replaces them.
+        *objects, orders = self.layouts
+        return (
+            self.places == places
+            and orders == layouts[-1]
+            and all(all(map(is_, mine, others)) for mine, others in zip(objects, layouts, strict=False))
+        )
+
+
+class _Check(NamedTuple):
+    """The checks of a block of tensors, and of their memories on this rank."""
+
+    tensors: Callable[..., bool]
+    memories: Callable[..., bool]
+
+
+def _checks(tensors: Sequence[Any], memories: Sequence[Any]) -> list[_Check] | None:
+    """Return the checks of all blocks."""
+    if not all(map(_is_on_host, memories)) or not all(map(_TENSOR.is_contiguous, memories)):
+        return None
+    found = []
+    for start in range(0, len(tensors), _BLOCK):
+        pair = [torch_private.check_alike(each[start : start + _BLOCK]) for each in (tensors, memories)]
+        if pair[0] is None or pair[1] is None:
+            return None
+        found.append(_Check(pair[0], pair[1]))
+    return found
+
+
+def _seen_again(
+    numbers: Sequence[int], tensors: Sequence[Any], last: TorchFacts, kind: Any
+) -> TorchTensors | None:
+    """Return a record of different tensors with the facts of the last ones; None if one may have others.
+
+    Each block is read while it is in the cache of the processor.
+    """
+    if last.checks is None or numbers != last.numbers:
+        return None
+    memories, addresses, kept = list[Any](), list[int](), list[Any]()
+    layouts: tuple[list[Any], ...] = [], [], []
+    for start, check in zip(count(0, _BLOCK), last.checks):
+        block = tensors[start : start + _BLOCK]
+        if not check.tensors(*block):
+            return None
+        placed = [tensor for tensor in block if type(tensor) is kind]
+        inside = here = torch_private.locals_of(placed)
+        if len(placed) < len(block):
+            rest = iter(inside)
+            here = [next(rest) if type(tensor) is kind else tensor for tensor in block]
+            if any(flat_part.is_declared(tensor) for tensor in block if type(tensor) is not kind):
+                return None
+        if not check.memories(*here) or torch_private.any_chunk_list(inside):
+            return None
+        for column, more in zip(layouts, torch_private.layouts_of(placed), strict=True):
+            column += more
+        memories += here
+        addresses.extend(map(_address, here))
+        kept.extend(map(_TENSOR.untyped_storage, here))
+    if not last.has_layouts(layouts, _places(layouts[1])) or not _are_apart(addresses, last.tensors[1]):
+        return None
+    return TorchTensors(tensors, memories, kind, last, HostRuns(addresses, kept))
+
+
 class TorchTensors:
     """Different tensors, and the memory of each on this rank."""
 
-    def __init__(self, tensors: Sequence[Any], memories: Sequence[Any], kind: Any) -> None:
-        self.memories = memories
+    def __init__(
+        self,
+        tensors: Sequence[Any],
+        memories: Sequence[Any],
+        kind: Any,
+        facts: TorchFacts,
+        runs: HostRuns | None = None,
+    ) -> None:
+        self.memories, self.facts, self.runs = memories, facts, runs
         self._tensors, self._kind = tensors, kind
 
     def find(self, memories: Sequence[Any]) -> list[int]:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from reknit.types import devices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def default_store() -> Any:
@@ -77,8 +77,28 @@ def locals_of(tensors: Iterable[Any]) -> list[Any]:
 def layouts_of(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return placements, meshes and orders of the cuts of many DTensors, without their slow properties."""
     specs = [tensor._spec for tensor in tensors]
-    orders = [getattr(spec, "shard_order", None) for spec in specs]
+    try:
+        orders = [spec.shard_order for spec in specs]
+    except AttributeError:  # in older releases
+        orders = [getattr(spec, "shard_order", None) for spec in specs]
     return [spec.placements for spec in specs], [spec.mesh for spec in specs], orders
+
+
+def check_alike(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """Return the check that torch's compiler has for its inputs, or None if this release has none.
+
+    It is called with as many tensors, and returns whether all are different objects, each with type, dtype,
+    device, sizes, strides and flags as the tensor had at its place.  It keeps none of the tensors.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        check: Callable[..., bool] = TensorGuards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+    except (ImportError, TypeError, RuntimeError):
+        return None
+    return check
 
 
 def placed(tensor: Any) -> tuple[Any, tuple[Any, ...]]:

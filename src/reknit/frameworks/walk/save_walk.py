@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from reknit.frameworks.walk.walk import Composite, Replicas, View
     from reknit.types.devices import Barrier
-    from reknit.types.shard import TensorSpec
+    from reknit.types.shard import HostRuns, TensorSpec
 
 
 class SaveAdapter(Matcher, Protocol):
@@ -128,7 +128,7 @@ class Saving(Walk):
             self.visit(value, Place(item))
         return self.holdings()
 
-    def holdings(self, known: dict[Hashable, Any] | None = None) -> Holdings:
+    def holdings(self, known: dict[Hashable, Any] | None = None, runs: HostRuns | None = None) -> Holdings:
         """Return all collected contents; `known` are results for the last holdings, if they were alike."""
         return Holdings(
             tuple(self.state),
@@ -138,5 +138,6 @@ class Saving(Walk):
             tuple(self.witnesses),
             barriers=tuple(dict.fromkeys(self.barriers)),
             coordinate=self.world.coordinate,
+            runs=runs,
             known={} if known is None else known,
         )

@@ -7,12 +7,12 @@ from itertools import islice
 from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from reknit.errors import ReknitError
 from reknit.frameworks import tree
 from reknit.frameworks.walk.walk import Place, first_match
-from reknit.types.shard import MAPPING, MAX_DEPTH, Shard
+from reknit.types.shard import MAPPING, MAX_DEPTH, HostRuns, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -39,7 +39,7 @@ class SignedPart(Struct, frozen=True):
 
 
 class Signature(Struct):
-    """All facts that decide how the tensors of a state are stored, in the order of the walk.
+    """All facts of a state that decide how its tensors are stored, in the order of the walk.
 
     `facts` are equal, and `objects` the same, as long as no fact has changed.  They keep no tensor alive.
     `tensors` are those of the state, several times if they are at several places.
@@ -67,9 +67,17 @@ class SigningAdapter(Protocol):
 
 
 class TensorsAtOnce(Protocol):
-    """A library's record of tensors: `memories` are the local memories of the different ones."""
+    """A library's record of tensors: `memories` are the local memories of the different ones.
+
+    `runs` are those of the memories, if they are known.
+    """
 
     memories: Sequence[Any]
+    runs: HostRuns | None
+
+    @property
+    def facts(self) -> TensorFacts:
+        """The facts of all the tensors."""
 
     def find(self, memories: Sequence[Any]) -> list[int]:
         """Return the number of the tensor for each memory that is all of that tensor's own memory."""
@@ -81,13 +89,23 @@ class TensorsAtOnce(Protocol):
         """Add the coordinate of this rank to `world`, as a walk finds it from one of the tensors."""
 
 
+class TensorFacts(Protocol):
+    """The facts that decide how some tensors are stored.  They keep no tensor alive."""
+
+    def are_same(self, other: Any) -> bool:
+        """Return whether the tensors of the `other` facts are stored alike."""
+
+
 class TensorSigner(Protocol):
     """A library that reads many tensors of these types at once."""
 
     kinds: frozenset[type]
 
-    def signed(self, signature: Signature) -> TensorsAtOnce | None:
-        """Add the facts that decide how all the tensors are stored; None if there may be other facts."""
+    def look(self, tensors: Sequence[Any], last: Any) -> TensorsAtOnce | None:
+        """Return a record of tensors with their facts; None if there may be other facts.
+
+        `last` are the facts of the last tensors, if any: it takes less time to see that these are the same.
+        """
 
     def views(self, tensors: Sequence[Any], places: Sequence[Place], world: World) -> list[View | None]:
         """Return the view of each tensor, to fill it; None for a tensor that takes a closer look."""
@@ -222,7 +240,7 @@ class _FoundPart(Struct, frozen=True):
 
 
 class _PastWalk(Struct, frozen=True):
-    """A walk that is over: the signature of its state, and its results.
+    """A walk that is over: the signature of its state, the facts of its tensors, and its results.
 
     `found` has None for a part that is walked anew, and `items` are the items with a part that is not.
     `known` are results that others computed from the shards and aliases.
@@ -230,6 +248,7 @@ class _PastWalk(Struct, frozen=True):
 
     facts: list[Any]
     objects: list[Any]
+    tensors: TensorFacts
     found: list[_FoundPart | None]
     items: frozenset[str]
     coordinate: dict[str, int]
@@ -251,16 +270,16 @@ class WalkCache:
         saving = make()
         world = saving.world
         key = (world.rank, world.size, world.ranks, *saving.state)
-        signature = sign(saving, look.kinds)
-        looked = None if signature is None else look.signed(signature)
+        signature, last = sign(saving, look.kinds), self._walked.get(key)
+        looked = None if signature is None else look.look(signature.tensors, last and last.tensors)
         if signature is None or looked is None:
             self._walked.pop(key, None)
             return saving.walk()
-        last = self._walked.get(key)
-        if last is not None and _is_same(signature, last):
-            fits, num_others = _repeat(saving, signature, looked, last)
-            if fits:
-                return saving.holdings(None if num_others else last.known)
+        if last is not None and _is_same(signature, looked, last):
+            numbers, num_others = _repeat(saving, signature, looked, last)
+            if numbers is not None:
+                self._walked[key] = structs.replace(last, tensors=looked.facts)
+                return saving.holdings(*(None, None) if num_others else (last.known, _runs(looked, numbers)))
             saving = make()
         self._walked.pop(key, None)
         walked, num_others = _walk(saving, signature, looked)
@@ -272,40 +291,51 @@ class WalkCache:
         return saving.holdings(None if num_others else walked.known)
 
 
-def _is_same(signature: Signature, last: _PastWalk) -> bool:
+def _is_same(signature: Signature, looked: TensorsAtOnce, last: _PastWalk) -> bool:
     """Return whether all facts that a walk depends on are as they were at the last."""
     return (
         signature.facts == last.facts
+        and looked.facts.are_same(last.tensors)
         and len(signature.objects) == len(last.objects)
         and all(map(is_, signature.objects, last.objects))
     )
 
 
-def _repeat(saving: Saving, signature: Signature, looked: TensorsAtOnce, last: _PastWalk) -> tuple[bool, int]:
+def _repeat(
+    saving: Saving, signature: Signature, looked: TensorsAtOnce, last: _PastWalk
+) -> tuple[list[int] | None, int]:
     """Reuse the results of the last walk, and walk through the rest.
 
-    Returns whether a walk would have the same results, and the number of shards in the rest.  In an item with
-    a reused part, the rest may have no shards: one could be the same memory as another there.
+    Returns the numbers of the tensors of all reused shards, and the number of shards in the rest.  The first
+    is None if a walk would have other results.  In an item with a reused part, the rest may have no shards:
+    one could be the same memory as another there.
     """
-    memories, num_others = looked.memories, 0
+    memories, num_others, numbers = looked.memories, 0, list[int]()
     for part, found in zip(signature.parts, last.found, strict=True):
         if found is None:
             before = len(saving.shards)
             saving.visit(part.value, part.place)
             num_new = len(saving.shards) - before
             if num_new and part.place.item in last.items:
-                return False, 0
+                return None, 0
             num_others += num_new
             continue
         for number in found.locate:
             looked.locate(number, saving.world)
-        here = [memories[number] for number in found.memories]
+        numbers += found.memories
+        here = map(memories.__getitem__, found.memories)
         columns = found.items, found.fqns, found.specs, found.boxes, found.replicas, here, found.frozen
         saving.shards.extend(map(Shard, *columns))
         saving.aliases.extend(found.aliases)
         if part.adapter is not None:
             part.adapter.add_values(part.value, part.place, saving, found.blobs)
-    return saving.world.coordinate == last.coordinate, num_others
+    return numbers if saving.world.coordinate == last.coordinate else None, num_others
+
+
+def _runs(looked: TensorsAtOnce, numbers: Sequence[int]) -> HostRuns | None:
+    """Return the runs of the shards whose memory is that of the tensors with these numbers."""
+    runs = looked.runs
+    return runs and HostRuns([*map(runs.addresses.__getitem__, numbers)], runs.kept)
 
 
 def _walk(saving: Saving, signature: Signature, looked: TensorsAtOnce) -> tuple[_PastWalk | None, int]:
@@ -337,7 +367,10 @@ def _walk(saving: Saving, signature: Signature, looked: TensorsAtOnce) -> tuple[
     if num_unfit:
         return None, num_others
     coordinate = dict(saving.world.coordinate)
-    return _PastWalk(signature.facts, signature.objects, found, items, coordinate, known={}), num_others
+    past = _PastWalk(
+        signature.facts, signature.objects, looked.facts, found, items, coordinate=coordinate, known={}
+    )
+    return past, num_others
 
 
 def _visit(part: SignedPart, start: int, saving: Saving) -> None:
