@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
+from msgspec import Struct, structs
 
 from reknit.planner.columns import Blocks, spread
 from reknit.types.box import flat_range_boxes
@@ -150,7 +151,7 @@ def shard_owners(keys: Blocks, nbytes: Blocks) -> Blocks:
     if len(rest := groups[dealt:]):
         drawn = keys.values[held.order][held.first].astype(np.uint64) % held.counts.astype(np.uint64)
         owner[rest] = held.holder(drawn.astype(np.int64))[rest]
-    return keys._replace(values=owner[held.group])
+    return structs.replace(keys, values=owner[held.group])
 
 
 def blob_owners(keys: Blocks, digests: Blocks) -> Blocks:
@@ -173,7 +174,7 @@ def blob_owners(keys: Blocks, digests: Blocks) -> Blocks:
     low = np.minimum.reduceat(digest[order], first)
     high = np.maximum.reduceat(digest[order], first)
     owner = np.where(low == high, rank[order][first], OWN)
-    return keys._replace(values=owner[np.searchsorted(key[order][first], keys.values)])
+    return structs.replace(keys, values=owner[np.searchsorted(key[order][first], keys.values)])
 
 
 class _Held:
@@ -263,7 +264,7 @@ class _Part(NamedTuple):
     box: Box
 
 
-class _FileSize(NamedTuple):
+class _FileSize(Struct, frozen=True):
     """A file ends before it would pass `most` bytes, and after it has reached `enough` bytes."""
 
     most: int
@@ -292,7 +293,7 @@ def _files(item: str, parts: list[_Part], shards: Sequence[Shard], size: _FileSi
     for kind in get_args(_Kind):
         some = [part for part, k in zip(parts, kinds, strict=True) if k == kind]
         most = min(size.most, FROZEN_FILE_NBYTES) if kind == "frozen" else size.most
-        files += _lay_out(item, len(files), some, shards, size._replace(most=most))
+        files += _lay_out(item, len(files), some, shards, structs.replace(size, most=most))
     return files
 
 

@@ -73,7 +73,7 @@ class Entries(NamedTuple):
         return self.select(slice(int(low), int(np.searchsorted(self.start, stop))))
 
 
-class Image(NamedTuple):
+class Image(Struct, frozen=True):
     """A planned data file: a header, then the bytes of its entries, from live memory."""
 
     path: str

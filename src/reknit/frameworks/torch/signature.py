@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct
 
 from reknit.frameworks import imported
 from reknit.frameworks.torch import dtensor, flat_part, torch_private
@@ -108,7 +109,7 @@ class TorchSigner:
         return found
 
 
-class _Form(NamedTuple):
+class _Form(Struct, frozen=True):
     """The facts that tensors with equal shapes, dtypes and layouts have in common."""
 
     spec: TensorSpec
