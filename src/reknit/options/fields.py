@@ -82,7 +82,7 @@ def check_values(options: Any) -> None:
 
     A text "no" would count as true otherwise.
     """
-    for name, annotation in options.__annotations__.items():
+    for name, annotation in type(options).__annotations__.items():
         value = getattr(options, name)
         if annotation.startswith("Literal["):
             choices = annotation[len("Literal[") : -1].replace("'", "").split(", ")
