@@ -187,7 +187,7 @@ def binary(nbytes: int) -> str:
 
 def default_text(value: object) -> str:
     """Return a default as in the source, without the insides of objects."""
-    if value is dataclasses.MISSING or re.search("<factory>|^<.* at 0x", repr(value)):
+    if value is dataclasses.MISSING or re.search(r"<factory>|^<.* at 0x|^CommOptions\(", repr(value)):
         return "its own defaults"
     return repr(value)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import Distribution
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,6 +126,18 @@ def test_of_two_distributions_with_one_name_the_first_is_used_and_the_other_is_n
     (line,) = caplog.messages
     assert "the distribution acme brings 'vault'" in line
     assert "as the distribution zenith does" in line
+
+
+def test_distributions_in_an_archive_and_of_another_finder_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("acme", "zenith"):
+        install(tmp_path / name, name, "reknit.storage", f"{name}-vault", f"{name}:open")
+    monkeypatch.syspath_prepend(shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "acme"))
+    zenith = Distribution.at(tmp_path / "zenith" / "zenith-1.0.dist-info")
+    finder = SimpleNamespace(find_distributions=lambda _: [zenith], find_spec=lambda *_: None)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    assert {"acme-vault", "zenith-vault"} <= plugins.installed("reknit.storage").keys()
 
 
 def test_a_format_that_cannot_be_loaded_is_named_and_other_paths_are_opened(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+from msgspec import structs
 from msgspec.structs import replace
 
 from benchmarks.planning.tree import FAN_OUT, PER_HOST, WRITE_ID, Climb
@@ -238,7 +239,7 @@ def _copies(at_root: list[bytes], files: int, stages: int) -> list[bytes]:
             "link": [f"{int(link) + size * number:064}" for link in offers.tables["link"]],
             "reads": [(rows + np.array([files * number, 0, 0])).tobytes() for rows in reads],
         }
-        columns = offers._replace(ranks=offers.ranks + size * number, tables=tables)
+        columns = structs.replace(offers, ranks=offers.ranks + size * number, tables=tables)
         requests = [replace(request, rank=request.rank + size * number) for request in stage.requests]
         copies.append(LoadRequests(requests, Sections(columns, NOTHING)).pack())
     return copies

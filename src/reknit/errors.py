@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_SECRETS = re.compile(  # each repeat has a limit: a text may have thousands of beginnings of a URL
+_SECRETS = (  # each repeat has a limit: a text may have thousands of beginnings of a URL
     r"""(?i)(://[^\s/?#@:'"]{0,256}:)(?!\d*(?:[/?#'"\s]|$))[^\s@'"]{0,4096}(?:@[^\s@/?#'"]{0,256}){0,8}(?=@)"""
     r"""|(https?://)[^\s/?#@:'"]{1,4096}(?=@)"""
     r"""|([?&](?:[\w-]{0,64}(?:token|passw|secret|signature|credential|key)[\w-]{0,64}|sig)=)[^&\s'"]+"""
@@ -228,7 +228,7 @@ def readable(text: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Return a text for people, without the passwords and tokens of the URLs in it."""
-    return _SECRETS.sub(r"\1\2\3***", text) if "://" in text else text
+    return re.sub(_SECRETS, r"\1\2\3***", text) if "://" in text else text
 
 
 def shown(value: Any) -> str:
@@ -287,13 +287,13 @@ def typed(error: BaseException) -> ReknitError:
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
 _SAYS_FILES = "Too many open files"
-_SAYS_THREADS = re.compile("start new thread|launch worker thread|Resource temporarily unavailable")
+_SAYS_THREADS = ("start new thread", "launch worker thread", "Resource temporarily unavailable")
 _SAYS_END = ("interpreter shutdown", "after shutdown")
-_SAYS_MEMORY = re.compile(
-    "out of memory|not enough memory|allocate memory|bad_alloc|failed to map segment"
-    "|without exception set|without setting an exception"
+_NO_ROOM = (
+    *("out of memory", "not enough memory", "allocate memory", "bad_alloc", "failed to map segment"),
+    *("without exception set", "without setting an exception"),
 )
-_SAYS_DEVICE = re.compile("(CUDA|HIP|XPU|NPU) (driver )?error: ")
+_SAYS_DEVICE = "(CUDA|HIP|XPU|NPU) (driver )?error: "
 DEVICE_REMEDY = "an earlier kernel may be the cause; start a process whose device has failed again"
 _SAYING = (MemoryError, OSError, RuntimeError, ImportError, SystemError)
 
@@ -315,7 +315,7 @@ def shortage(error: BaseException) -> ShortageError | None:
             f"no further file can be opened: {words}",
             remedy="let this process have more open files (`ulimit -n`), or close some",
         )
-    if _SAYS_THREADS.search(words):
+    if any(map(words.__contains__, _SAYS_THREADS)):
         return ShortageError(
             f"no further thread or process can be started: {words}",
             remedy="allow more (`ulimit -u`, the limit of the container), or more memory, which each takes",
@@ -333,7 +333,7 @@ def shortage(error: BaseException) -> ShortageError | None:
             remedy="free memory of the device first; tensors that are contiguous, and of the dtype that is "
             "saved or wanted, take no more of it",
         )
-    if isinstance(error, MemoryError) or code in _NO_MEMORY or _SAYS_MEMORY.search(words.lower()):
+    if isinstance(error, MemoryError) or code in _NO_MEMORY or any(map(words.lower().__contains__, _NO_ROOM)):
         return ShortageError(
             f"there is too little memory: {words}",
             remedy="let this process have more (`ulimit -v`, limits of its container, other programs), or "
@@ -361,7 +361,7 @@ def _of_device(error: BaseException) -> bool:
     """Return whether the driver of a device has raised an error, which torch has a type for since 2.8."""
     if not isinstance(error, RuntimeError) or isinstance(error, ReknitError):
         return False
-    return type(error).__name__ == "AcceleratorError" or _SAYS_DEVICE.match(str(error)) is not None
+    return type(error).__name__ == "AcceleratorError" or re.match(_SAYS_DEVICE, str(error)) is not None
 
 
 @contextmanager

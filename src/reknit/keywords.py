@@ -66,8 +66,8 @@ The types of numbers are wide, so that tensors of one element pass.  An error in
 the user's code, must not be reported as an error of its arguments.
 """
 
-_BRACKETS = re.compile(r"\[[^\[\]]*\]")
-_A_CLASS = re.compile(r"(\w+)( \| None)?")
+_BRACKETS = r"\[[^\[\]]*\]"
+_A_CLASS = r"(\w+)( \| None)?"
 
 
 def is_text(value: object) -> bool:
@@ -82,8 +82,10 @@ def checked_call(target: _Target) -> _Target:
     is without the secrets of its URLs.
     """
     module = f"{target.__module__}."
-    places = (public for package, public in _NAMESPACES.items() if module.startswith(f"{package}."))
-    name = f"{next(places, 'reknit')}.{target.__name__}"
+    name = f"reknit.{target.__name__}"
+    for package, public in _NAMESPACES.items():
+        if module.startswith(f"{package}."):
+            name = f"{public}.{target.__name__}"
     _known[name] = target
     if not isinstance(target, type):
         return _checked(target, name)  # type: ignore[no-any-return]
@@ -181,7 +183,7 @@ def _mistyped(
     for parameter, value in {**dict(zip(parameters, args, strict=False)), **given}.items():
         annotation = str(parameters[parameter].annotation) if parameter in parameters else "Any"
         plain = annotation
-        while plain != (plain := _BRACKETS.sub("", plain)):
+        while plain != (plain := re.sub(_BRACKETS, "", plain)):
             pass
         kinds = [_TYPES.get(kind.rpartition(".")[2]) or _class(kind) for kind in plain.split(" | ")]
         if None not in kinds and not isinstance(value, tuple(kind for kind in kinds if kind is not None)):
@@ -229,7 +231,7 @@ def _places(own: Mapping[str, Parameter]) -> dict[str, Place]:
     """Return the keywords of the checked classes that a call takes, such as options, with their places."""
     found: dict[str, Place] = {}
     for parameter, each in own.items():
-        annotation = _A_CLASS.fullmatch(str(each.annotation))
+        annotation = re.fullmatch(_A_CLASS, str(each.annotation))
         if annotation is not None and (kind := _classes.get(annotation[1])) is not None:
             fields = _parameters(_known[kind])
             here = ((parameter, kind),)
@@ -249,7 +251,9 @@ def _taker(name: str, keyword: str) -> str | None:
 
 def _takes(call: str, kind: str) -> bool:
     """Return whether a call has a parameter for an object of a checked class."""
-    annotations = (_A_CLASS.fullmatch(str(each.annotation)) for each in _parameters(_known[call]).values())
+    annotations = (
+        re.fullmatch(_A_CLASS, str(each.annotation)) for each in _parameters(_known[call]).values()
+    )
     return any(each is not None and _classes.get(each[1]) == kind for each in annotations)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from reknit.errors import UsageError, shown
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_URL = r"([A-Za-z][A-Za-z0-9+.-]*)://"
 _LOCAL = ("file", "local")
 
 
@@ -48,7 +48,7 @@ def location_text(location: Any) -> Any:
 def local_path(location: Any, needed_for: str) -> str:
     """Return the path of a file or folder of this machine.  Raises `UsageError` for a place elsewhere."""
     text = os.fsdecode(location_text(location))
-    if _URL.match(text):
+    if "://" in text and re.match(_URL, text):
         raise UsageError(
             f"{needed_for} a file or folder of this machine, not {shown(location)}",
             remedy="pass a local path",
@@ -82,7 +82,7 @@ def _url_of(location: object) -> str | None:
         with suppress(ValueError):  # a relative path has no URL
             texts.append(location.as_uri())
     for text in texts:
-        found = _URL.match(text)
+        found = re.match(_URL, text) if "://" in text else None
         if found and not (isinstance(location, os.PathLike) and found[1].lower() in _LOCAL):
             return text
     return None

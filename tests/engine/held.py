@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reknit.engine.saving import save as driver
@@ -39,8 +38,7 @@ class At(NamedTuple):
         return part_nbytes(self.storage)
 
 
-@dataclass(slots=True, kw_only=True)
-class HeldTask(SaveTask):
+class HeldTask(SaveTask, kw_only=True, eq=False):
     """The task of a save whose holdings a test has made itself, in place of a walk through a state."""
 
     collect: Callable[[], Holdings]

@@ -63,7 +63,10 @@ def test_messages_merged_in_any_order_and_in_any_number_of_steps_are_the_same_by
 
 
 def form(said: RankColumns) -> list[Any]:
-    lists = {name: (*map(np.ndarray.tolist, c[:3]), c.table) for name, c in said.lists.items()}
+    lists = {
+        name: (*map(np.ndarray.tolist, (c.values, c.sizes, c.number)), c.table)
+        for name, c in said.lists.items()
+    }
     return [said.ranks.tolist(), said.tables, lists]
 
 

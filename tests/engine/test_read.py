@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from reknit.engine.loading import deliver
 from reknit.engine.loading.read import RangeReader, granularity
@@ -125,7 +125,7 @@ def reader_of(
     }
     options = LoadOptions(**chosen)
     boxes = [(tensor, box, target) for (tensor, box), target in zip(wanted, targets, strict=True)]
-    checkpoint = replace(checkpoint, replicas=more.pop("replicas", ()))
+    checkpoint = structs.replace(checkpoint, replicas=more.pop("replicas", ()))
     return RangeReader(checkpoint, boxes, options, cut=cut, **more)
 
 

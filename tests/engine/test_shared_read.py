@@ -108,11 +108,12 @@ def test_requests_are_one_message_however_they_were_merged() -> None:
     a, b, c, d = map(request, range(4))
     unshared = LoadRequests([messages.LoadRequest(4, [], [], [], [])], None)
     packed = set()
-    for requests, offers in (
+    for together in (
         sent(sent(a, b), sent(c, d)),
         sent(sent(a, unshared), sent(d, b, c)),
         merge_requests([d, c, b, a]),
     ):
+        requests, offers = together.requests, together.offers
         assert offers is not None
         packed.add(offers.pack())
         damaged = {one.rank: one.damaged for one in requests if one.damaged}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from reknit.engine.memory.devices import Transfer
 from reknit.engine.memory.images import Entries, Image, LiveImages, Sources
@@ -299,7 +300,7 @@ def test_an_image_is_its_header_and_then_its_entries_whatever_their_strides(stor
     image = Image("a/x", header, Entries.of(entries), len(header) + 16_000_000 + matrix.nbytes, sources)
     expected = header + vector[1:].tobytes() + matrix.T.tobytes()
     recorder = Recorder("save")
-    answer = write_images(storage, [image, image._replace(path="a/y")], recorder)
+    answer = write_images(storage, [image, structs.replace(image, path="a/y")], recorder)
     for file, path in zip(answer, ("a/x", "a/y"), strict=True):
         assert (file.path, file.nbytes) == (path, len(expected))
         assert content(storage, path) == expected

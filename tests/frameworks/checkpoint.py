@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,8 @@ Name = tuple[str, str]
 
 def portable(holdings: Holdings) -> Holdings:
     """Return holdings with copies of the live memory, to be sent to another process or kept over a change."""
-    return replace(holdings, shards=tuple(structs.replace(s, memory=_copy(s.data)) for s in holdings.shards))
+    shards = tuple(structs.replace(s, memory=_copy(s.data)) for s in holdings.shards)
+    return structs.replace(holdings, shards=shards)
 
 
 def _copy(data: Any) -> torch.Tensor:

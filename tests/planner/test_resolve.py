@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from reknit.planner import save
 from reknit.planner.columns import Blocks
@@ -34,7 +35,7 @@ def test_shards_that_differ_in_anything_have_keys_of_their_own() -> None:
 
 def check_one_holder(held: list[set[int]]) -> None:
     keys = keyed(held)
-    owners = shard_owners(keys, keys._replace(values=100 * keys.values))
+    owners = shard_owners(keys, structs.replace(keys, values=100 * keys.values))
     chosen: dict[int, set[int]] = {}
     for ks, ranks in zip(keys.lists(), owners.lists(), strict=True):
         for k, owner in zip(ks.tolist(), ranks.tolist(), strict=True):
@@ -65,8 +66,8 @@ def test_ranks_that_hold_the_same_are_answered_like_ranks_that_do_not(
 ) -> None:
     keys = keyed(held * copies)
     apart = Blocks(keys.flat(), keys.counts, np.arange(len(keys.number)))
-    together = shard_owners(keys, keys._replace(values=keys.values % 7 * 100))
-    by_itself = shard_owners(apart, apart._replace(values=apart.values % 7 * 100))
+    together = shard_owners(keys, structs.replace(keys, values=keys.values % 7 * 100))
+    by_itself = shard_owners(apart, structs.replace(apart, values=apart.values % 7 * 100))
     assert together.flat().tolist() == by_itself.flat().tolist()
 
 

@@ -6,6 +6,8 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from reknit.comm import round_errors
 from reknit.comm.rank_messages import Outcome, Report, decode, encode
 from reknit.comm.tree.machine import Decide, Notify, RoundDone, RoundMachine, SendOutcome, SendReport, Warn
@@ -57,7 +59,7 @@ class SimGroup:
         self._asked = self._done = None
         self._took_s = 0.0
         self._call = call
-        self.process.act(f"enter {call.name}", lambda: self._enter(call._replace(opens=False)))
+        self.process.act(f"enter {call.name}", lambda: self._enter(structs.replace(call, opens=False)))
         if self.rank > 0:
             return None
         if (asked := self._wait()) is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reknit.engine.loading.load import load
@@ -32,8 +31,7 @@ def save_rank(
     return save_held(collect, task_at(storage, group, options, **more)).report()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedTask(LoadTask):
+class PlannedTask(LoadTask, frozen=True, kw_only=True):
     """The task of a load whose wanted entries a test names, in place of a walk through a state."""
 
     want: Callable[[Catalog], Wanted]

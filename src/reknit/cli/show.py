@@ -135,7 +135,7 @@ def summary(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     nbytes: Counter[str | None] = Counter()
     for file in manifest.files:
         name = parse_path(file.path)
-        nbytes[name and name.item] += file.nbytes
+        nbytes[None if name is None else name.item] += file.nbytes
     files = [{"path": file.path, "nbytes": file.nbytes} for file in manifest.files]
     if manifest.other is not None:
         files = [file for file in files if file["path"] != manifest.index_path]

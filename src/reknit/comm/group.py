@@ -12,9 +12,10 @@ import hashlib
 import logging
 import struct
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 import msgspec
+from msgspec import Struct, structs
 
 from reknit.environment import grpc_handles_forks, remove_grpc_variables, set_grpc_variables
 from reknit.errors import ProtocolError, ReknitError, from_wire, shortage, typed
@@ -228,7 +229,7 @@ def quietly() -> AbstractContextManager[object]:
     return _quiet.turned()
 
 
-class Call(NamedTuple):
+class Call(Struct, frozen=True):
     """The input of a rank to a round; `request` is bytes, or any value of a rank alone.
 
     `subject` distinguishes rounds of one name about different things.  `merge` makes one request of several,
@@ -364,7 +365,7 @@ class Turn:
     def gather(self, value: _Value) -> list[_Value] | None:
         """Send this rank's request; return on rank 0 the requests of all ranks, None on the others."""
         if self._is_alone:
-            self._call = self._call._replace(request=value)
+            self._call = structs.replace(self._call, request=value)
             values = self._group.gather(self._call)
             self._stage = "between"
             return values
@@ -411,7 +412,7 @@ class Turn:
     def _enter(self, request: Envelope) -> list[Envelope] | None:
         """Enter the round; return the requests on rank 0."""
         merge = None if self._merge is None else self._merged
-        self._call = self._call._replace(request=encode(request), merge=merge)
+        self._call = structs.replace(self._call, request=encode(request), merge=merge)
         self._stage = "entering"
         try:
             requests = self._group.gather(self._call)

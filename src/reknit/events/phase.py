@@ -6,11 +6,10 @@ import threading
 import time
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from reknit.errors import DeadlineError, ReknitError, known, without_secrets
 from reknit.events.outlet import flush
@@ -58,8 +57,7 @@ class ActionProgress(NamedTuple):
     doing: tuple[str, ...]
 
 
-@dataclass
-class Recorder:
+class Recorder(Struct, eq=False):
     """Collects the phases of one action (``"save"``, ``"load"``, ...) of one rank, for the sinks.
 
     It also counts the bytes that have been moved and that are expected; see `events.progress`.
@@ -71,13 +69,13 @@ class Recorder:
     path: str = ""
     sinks: tuple[Outlet, ...] = ()
     process: str = "trainer"
-    coordinate: dict[str, int] = field(default_factory=dict)
-    records: list[PhaseRecord] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _expected: int = field(default=0, init=False, repr=False)
-    _moved: int = field(default=0, init=False, repr=False)
-    _moved_at: float = field(default_factory=time.monotonic, init=False, repr=False)
-    _doing: list[str] = field(default_factory=list, init=False, repr=False)
+    coordinate: dict[str, int] = {}
+    records: list[PhaseRecord] = []
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _expected: int = 0
+    _moved: int = 0
+    _moved_at: float = field(default_factory=time.monotonic)
+    _doing: list[str] = []
 
     def expect(self, nbytes: int) -> None:
         """Expect so many more bytes to be moved."""

@@ -98,9 +98,7 @@ ARRAY: type = np.ndarray
 MAX_NDIM = 64
 
 _UNIT = r"(?:\[[0-9]{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
-_TYPESTR = re.compile(
-    rf"[<>](?:[iuf][248]|c8|c16|[mM]8{_UNIT}|U[1-9][0-9]{{0,7}})|\|(?:[iub]1|S[1-9][0-9]{{0,7}})"
-)
+_TYPESTR = rf"[<>](?:[iuf][248]|c8|c16|[mM]8{_UNIT}|U[1-9][0-9]{{0,7}})|\|(?:[iub]1|S[1-9][0-9]{{0,7}})"
 _ML_NAMES = (
     "bfloat16",
     "float8_e4m3fn",
@@ -130,7 +128,7 @@ def take_dtype(dtype: np.dtype[Any]) -> str:
             if dtype == known:
                 return name
     name = str(dtype.str)
-    if dtype.metadata is None and _TYPESTR.fullmatch(name) and np.dtype(name) == dtype:
+    if dtype.metadata is None and re.fullmatch(_TYPESTR, name) and np.dtype(name) == dtype:
         return name
     raise RefusedError(f"NumPy data of type {dtype!s:.100}", "convert it to numbers, or to a list")
 
@@ -141,7 +139,7 @@ def build_dtype(name: Any) -> np.dtype[Any]:
         if name not in _ml_dtypes():
             raise FormatError(f"the installed ml_dtypes has no {name}", remedy="upgrade ml_dtypes")
         return _ml_dtypes()[name]
-    if type(name) is not str or not _TYPESTR.fullmatch(name):
+    if type(name) is not str or not re.fullmatch(_TYPESTR, name):
         raise CorruptError(f"{str(name)[:40]!r} is not a dtype")
     return np.dtype(name)
 

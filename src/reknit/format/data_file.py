@@ -41,7 +41,7 @@ RANK_KEY = "reknit.rank"
 ITEM_KEY = "reknit.item"
 DTYPES_KEY = "reknit.dtypes"
 ALIASES_KEY = "reknit.aliases"
-_WRITE_ID = re.compile(rf'"{re.escape(WRITE_ID_KEY)}":"([0-9a-f]{{32}})"'.encode())
+_WRITE_ID = rf'"{re.escape(WRITE_ID_KEY)}":"([0-9a-f]{{32}})"'.encode()
 _MAX_DEPTH = 3
 _MAX_NBYTES = (1 << 63) - 1
 
@@ -126,7 +126,7 @@ def relabelled(data: NDArray[np.uint8], write_id: str, other: str) -> NDArray[np
 
 def write_id_in(begin: bytes) -> str | None:
     """Return the write id in the first `LABEL_NBYTES` bytes of a data file, None without one."""
-    match = _WRITE_ID.search(begin)
+    match = re.search(_WRITE_ID, begin)
     return None if match is None else match[1].decode()
 
 

@@ -373,13 +373,11 @@ def _refuse(why: str) -> NoReturn:
     raise FormatError(f"bad manifest: {why}", path=MANIFEST_PATH)
 
 
-_HEAD_OF_ANY = re.compile(
-    rb'\{"format":"reknit","format_version":\d+,"requires":\["%s"\]' % TOMBSTONE.encode()
-)
+_HEAD_OF_ANY = rb'\{"format":"reknit","format_version":\d+,"requires":\["%s"\]' % TOMBSTONE.encode()
 """The begin of a tombstone of any version: a later one may write its own number."""
 _HEAD = f'{{"format":"reknit","format_version":{FORMAT_VERSION},"requires":["{TOMBSTONE}"]'.encode()
 _DIGEST_NBYTES = len(',"digest":"0123456789abcdef"}')
-_CHANGE = re.compile(rb',"changed":"[0-9a-f]{32}"\Z')
+_CHANGE = rb',"changed":"[0-9a-f]{32}"'
 _CHANGE_NBYTES = len(',"changed":""') + 32
 
 
@@ -390,7 +388,7 @@ def encode_tombstone() -> bytes:
 
 def is_tombstone(head: bytes) -> bool:
     """Return whether a file with the name of the manifest is a tombstone, by its first bytes."""
-    return _HEAD_OF_ANY.match(head) is not None
+    return re.match(_HEAD_OF_ANY, head) is not None
 
 
 def changed(manifest: bytes) -> bytes:
@@ -401,7 +399,7 @@ def changed(manifest: bytes) -> bytes:
     """
     decode_record(manifest)
     body = manifest[:-_DIGEST_NBYTES]
-    if _CHANGE.search(body, len(body) - _CHANGE_NBYTES):
+    if re.fullmatch(_CHANGE, body[-_CHANGE_NBYTES:]):
         body = body[:-_CHANGE_NBYTES]
     return _with_digest(body + _change())
 

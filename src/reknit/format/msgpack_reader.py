@@ -12,9 +12,10 @@ import mmap
 import re
 import struct
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import CorruptError, FormatError
 from reknit.system import without_collections
@@ -111,10 +112,10 @@ _ONE_BYTE: dict[int, Any] = (
 )
 """Values of which one byte is all."""
 # Long lists hold runs of values of one kind, which are read at once: that takes a tenth of the time.
-_RUNS = {tag: re.compile(b"(?:\\x%02x.{%d})+" % (tag, kind.size), re.DOTALL) for tag, kind in _FIXED.items()}
+_RUNS = {tag: b"(?:\\x%02x.{%d})+" % (tag, kind.size) for tag, kind in _FIXED.items()}
 _ROWS = {tag: np.dtype([("tag", "u1"), ("value", f">{kind}")]) for tag, kind in _KINDS.items()}
 _MOST_OF_RUN = 1 << 16
-_RUN_OF_BYTES = re.compile(rb"[\x00-\x7f\xe0-\xff\xc0\xc2\xc3]+")
+_RUN_OF_BYTES = rb"[\x00-\x7f\xe0-\xff\xc0\xc2\xc3]+"
 # tag -> bytes of the length that follows it
 _BIN = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _EXT = {0xC7: 1, 0xC8: 2, 0xC9: 4}
@@ -161,7 +162,7 @@ def _read(reader: _Reader, data: bytes | MappedFile | memoryview) -> Any:
     return value
 
 
-class _ReadValue(NamedTuple):
+class _ReadValue(Struct, frozen=True):
     """A value that was read: its bytes, and the memory that its structure takes."""
 
     data: bytes
@@ -286,9 +287,10 @@ class _Reader:
                 raise _cut(start)
         return texts
 
-    def _run(self, kind: re.Pattern[bytes], most: int) -> bytes:
+    def _run(self, kind: bytes, most: int) -> bytes:
         """Read the values of one kind that follow, of which there is one, from at most so many bytes."""
-        found = kind.match(self._data, self.position, min(self._end, self.position + most))
+        end = min(self._end, self.position + most)
+        found = re.compile(kind, re.DOTALL).match(self._data, self.position, end)
         assert found is not None
         self.position = found.end()
         return found[0]

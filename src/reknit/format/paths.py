@@ -11,9 +11,10 @@ import re
 import uuid
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import CorruptError, FormatError, StateError, UsageError
 from reknit.types.box import Box
@@ -38,36 +39,33 @@ MAX_COMPONENT_NBYTES = 200
 MAX_PATH_NBYTES = 1024
 
 _METADATA_KEY = "__metadata__"
-_WRITE_ID = re.compile(r"[0-9a-f]{32}")
+_WRITE_ID = r"[0-9a-f]{32}"
 _PLAIN_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.")
 _EMPTY_ITEM = "%"
-_ROOT_NAME = re.compile(
-    r"manifest\.json|index\.(?:.*\.)?parquet|pending\.[0-9a-f]{16}\.[0-9a-f]{8}",
-    re.IGNORECASE | re.DOTALL | re.ASCII,
-)
-_UNSAFE_IN_FQN = re.compile(r"[\[\]%\x00-\x1f\x7f-\x9f]")
-_UNSAFE_IN_PATH = re.compile(r"[\x00-\x1f\x7f\\:]")
+_ROOT_NAME = r"(?isa)manifest\.json|index\.(?:.*\.)?parquet|pending\.[0-9a-f]{16}\.[0-9a-f]{8}"
+_UNSAFE_IN_FQN = r"[\[\]%\x00-\x1f\x7f-\x9f]"
+_UNSAFE_IN_PATH = r"[\x00-\x1f\x7f\\:]"
 _NEWLINE, _DOT = b"\n."
 _IS_END = np.isin(np.arange(256), list(b"\n/"))
 _IS_ODD = ~np.isin(np.arange(256), list(b"\n" + bytes(range(0x20, 0x7F)).translate(None, b"\\:")))
-_ESCAPED_BYTES = re.compile(r"(?:%[0-9A-F]{2})+")
+_ESCAPED_BYTES = r"(?:%[0-9A-F]{2})+"
 _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
-_KEY = re.compile(rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?")
+_KEY = rf"([^\[\]]*)(?:\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])?"
 _RANK = r"([0-9]{5}|[1-9][0-9]{5,9})"
-_MARKER_PATH = re.compile(r"pending\.([0-9a-f]{16})\.([0-9a-f]{8})")
-_RUN_PATH = re.compile(r"\.reknit/run\.([0-9a-f]{16})\.[0-9a-f]{8}")
-RUN_SIGN = re.compile(r"\.reknit/(?:beat|end)\.[0-9a-f]{16}\.[0-9a-f]{8}")
-_NOTE_PATH = re.compile(r"\.notes/(pin|lease|removal|metrics|copy)\.([0-9a-f]{8})\.([0-9a-f]{24})\.json")
-_INDEX_PATH = re.compile(r"index\.([0-9a-f]{8})\.parquet")
-_DATA_NAME = re.compile(rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors")
-_BLOB_NAME = re.compile(rf"{_RANK}(?:(\.own)(?:\.([1-9][0-9]{{0,8}}))?)?\.([0-9a-f]{{8}})\.msgpack")
+_MARKER_PATH = r"pending\.([0-9a-f]{16})\.([0-9a-f]{8})"
+_RUN_PATH = r"\.reknit/run\.([0-9a-f]{16})\.[0-9a-f]{8}"
+RUN_SIGN = r"\.reknit/(?:beat|end)\.[0-9a-f]{16}\.[0-9a-f]{8}"
+_NOTE_PATH = r"\.notes/(pin|lease|removal|metrics|copy)\.([0-9a-f]{8})\.([0-9a-f]{24})\.json"
+_INDEX_PATH = r"index\.([0-9a-f]{8})\.parquet"
+_DATA_NAME = rf"{_RANK}(?:\.([1-9][0-9]{{0,8}}))?\.([0-9a-f]{{8}})\.safetensors"
+_BLOB_NAME = rf"{_RANK}(?:(\.own)(?:\.([1-9][0-9]{{0,8}}))?)?\.([0-9a-f]{{8}})\.msgpack"
 
 
 NoteKind = Literal["pin", "lease", "removal", "metrics", "copy"]
 NOTE_KINDS: tuple[NoteKind, ...] = ("pin", "lease", "removal", "metrics", "copy")
 
 
-class FileName(NamedTuple):
+class FileName(Struct, frozen=True):
     """The facts in the path of a file; `write_id8` is None for the manifest, `item` for a root file."""
 
     kind: Literal["manifest", "marker", "index", "data", "blobs", "own"] | NoteKind
@@ -92,7 +90,7 @@ def numbered_write_id(seed: str, number: int) -> str:
 
 def short_id(write_id: str) -> str:
     """Return the part of a write id that stands in file names."""
-    if not _WRITE_ID.fullmatch(write_id):
+    if not re.fullmatch(_WRITE_ID, write_id):
         raise UsageError(f"a write id is 32 lower-case hex digits, not {write_id!r}")
     return write_id[:8]
 
@@ -152,7 +150,7 @@ def run_path(generation: int, identity: str) -> str:
 
 def run_generation(path: str) -> int | None:
     """Return the generation of the run that `run_path` names, None for another path."""
-    match = _RUN_PATH.fullmatch(path)
+    match = re.fullmatch(_RUN_PATH, path)
     return int(match[1], 16) if match else None
 
 
@@ -170,11 +168,11 @@ def parse_path(path: str) -> FileName | None:
     """Return the facts in the path of a file, or None when no reknit gave it that name."""
     if path == MANIFEST_PATH:
         return FileName("manifest", None)
-    if match := _INDEX_PATH.fullmatch(path):
+    if path.startswith("index.") and (match := re.fullmatch(_INDEX_PATH, path)):
         return FileName("index", match[1])
-    if match := _MARKER_PATH.fullmatch(path):
+    if path.startswith("pending.") and (match := re.fullmatch(_MARKER_PATH, path)):
         return FileName("marker", match[2], generation=int(match[1], 16))
-    if match := _NOTE_PATH.fullmatch(path):
+    if path.startswith(NOTES_FOLDER) and (match := re.fullmatch(_NOTE_PATH, path)):
         return FileName(cast("NoteKind", match[1]), match[2])
     folder, slash, name = path.partition("/")
     if not slash:
@@ -183,9 +181,9 @@ def parse_path(path: str) -> FileName | None:
         item = unescape_item(folder)
     except FormatError:
         return None
-    if match := _DATA_NAME.fullmatch(name):
+    if match := re.fullmatch(_DATA_NAME, name):
         return FileName("data", match[3], item, int(match[1]), int(match[2] or 0))
-    if match := _BLOB_NAME.fullmatch(name):
+    if match := re.fullmatch(_BLOB_NAME, name):
         return FileName("own" if match[2] else "blobs", match[4], item, int(match[1]), int(match[3] or 0))
     return None
 
@@ -194,7 +192,7 @@ def checked_relative(path: str) -> str:
     """Return `path` if it names a file below the checkpoint on every system, else raise `FormatError`."""
     parts = path.split("/")
     why = None
-    if _UNSAFE_IN_PATH.search(path):
+    if re.search(_UNSAFE_IN_PATH, path):
         why = "it has a control character, a backslash or a colon"
     elif not {"", ".", ".."}.isdisjoint(parts):
         why = "it is absolute, or has a part that is empty, '.' or '..'"
@@ -241,7 +239,7 @@ def escape_item(name: str) -> str:
     if not raw:
         return _EMPTY_ITEM
     last = len(raw) - 1
-    reserved = _ROOT_NAME.fullmatch(name) is not None
+    reserved = "." in name and re.fullmatch(_ROOT_NAME, name) is not None
     parts = []
     for at, byte in enumerate(raw):
         edge_dot = byte == 0x2E and at in (0, last)
@@ -280,7 +278,7 @@ def entry_key(fqn: str, spec: TensorSpec, box: Box) -> str:
 
 def parse_entry_key(key: str) -> tuple[str, Box | None]:
     """Return FQN and box of a key, the box None for a whole tensor.  Raises `CorruptError`."""
-    match = _KEY.fullmatch(key)
+    match = re.fullmatch(_KEY, key)
     fqn = _unescaped(match[1]) if match else None
     if match is None or fqn is None or _escape_fqn(fqn) != match[1]:
         raise CorruptError(f"{key[:200]!r} is not the key of a tensor")
@@ -318,13 +316,15 @@ def read_name(name: str, what: str, document: str) -> None:
 def _escape_fqn(fqn: str) -> str:
     if fqn == _METADATA_KEY:
         return "%5F" + fqn[1:]
-    return _UNSAFE_IN_FQN.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), fqn)
+    return re.sub(_UNSAFE_IN_FQN, lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), fqn)
 
 
 def _unescaped(text: str) -> str | None:
     """Return the text with every ``%XX`` decoded, or None when that gives no valid UTF-8."""
+    if "%" not in text:
+        return text
     try:
-        return _ESCAPED_BYTES.sub(lambda match: bytes.fromhex(match[0].replace("%", "")).decode(), text)
+        return re.sub(_ESCAPED_BYTES, lambda match: bytes.fromhex(match[0].replace("%", "")).decode(), text)
     except UnicodeDecodeError:
         return None
 

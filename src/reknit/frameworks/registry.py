@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from reknit import plugins
@@ -69,10 +70,15 @@ def wanted(
     filled.  Raises `StateError`, with the key path, for a value that cannot be filled.
     """
     from reknit.frameworks.walk.load_walk import Loading  # a save needs none of it
+    from reknit.frameworks.walk.requests import RankCatalog
 
     known, world = _known(), _world(rank, size, ranks)
     signer = None if custom.adapters() or not known.signers else known.signers[0]
-    loading = Loading(_checked(state), world, *known.for_walks, signer=signer, catalog=catalog, beside=beside)
+    terms = catalog.terms
+    more: dict[str, Any] = {} if signer is None else {"signer": signer, "kinds": signer.kinds}
+    more["idle"] = tuple(dict.fromkeys((*terms.only, *terms.resizable, *terms.watched)))
+    more |= {"catalog": catalog, "saved": RankCatalog(catalog, world), "beside": beside}
+    loading = Loading(_checked(state), world, *known.for_walks, **more)
     with _lasting_tensors():
         for item, value in state.items():
             loading.visit(value, Place(item), setter(state, item))
@@ -110,7 +116,7 @@ def _world(rank: int, size: int, ranks: Sequence[int] | None) -> World:
     return World(rank, size, tuple(range(size)) if ranks is None else tuple(ranks))
 
 
-class _Frameworks(NamedTuple):
+class _Frameworks(Struct, frozen=True):
     """The adapters in the order of use, libraries with tensors, extensions, and readers of many tensors."""
 
     adapters: tuple[Adapter, ...]
@@ -119,9 +125,9 @@ class _Frameworks(NamedTuple):
     signers: tuple[TensorSigner, ...]
 
     @property
-    def for_walks(self) -> tuple[Any, ...]:
+    def for_walks(self) -> tuple[Any, Any, Any]:
         """The part that walks take."""
-        return self[:3]
+        return self.adapters, self.libraries, self.extensions
 
 
 def _known() -> _Frameworks:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from reknit.errors import StateError
-from reknit.types.shard import INTEGER, MAX_DEPTH, escaped
+from reknit.types.shard import MAX_DEPTH, escaped
 from reknit.types.small import NAMESPACES, REBUILT, rebuilt
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def unescape(element: str) -> str | int:
     """Return the key that `escape` turned into `element`."""
     if element == "~3":
         return ""
-    if INTEGER.fullmatch(element):
+    if element.removeprefix("-").isdigit() and element.isascii():
         return int(element)
     return element.removeprefix("~2").replace("~1", "/").replace("~0", "~")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from reknit.errors import shown
 from reknit.keywords import checked_call, is_text
 from reknit.locations import Events, absolute, check_events, is_location
-from reknit.options.fields import check_patterns, check_values, option, readers, require
+from reknit.options.fields import check_patterns, check_values, option, require
 
 MIB = 1 << 20
 LEAST_INFLIGHT_NBYTES = 16 * MIB
@@ -150,7 +150,7 @@ class SaveOptions:
     """A rank begins its next data file at this size."""
 
     # Safety
-    durability: Durability = option("power", "save", "background", "agent", "promote")
+    durability: Literal["process", "power"] = option("power", "save", "background", "agent", "promote")
     """``"power"`` survives a power cut (everything is synced), ``"process"`` the death of all processes."""
     timeout_s: float = option(1800.0, "save", "background", "agent")
     """Longest wait for other ranks."""
@@ -189,7 +189,7 @@ class SaveOptions:
     progress: bool = option(True, "save")
     """Whether rank 0 shows progress of saves with ``wait=True`` that take longer than two seconds."""
 
-    comm: CommOptions = field(default_factory=CommOptions, metadata=readers("save", "background", "start"))
+    comm: CommOptions = option(CommOptions(), "save", "background", "start")
     """How ranks reach each other."""
 
     def __post_init__(self) -> None:
@@ -256,7 +256,7 @@ class LoadOptions:
     progress: bool = option(True, "load")
     """Whether rank 0 shows progress of loads that take longer than two seconds."""
 
-    comm: CommOptions = field(default_factory=CommOptions, metadata=readers("load"))
+    comm: CommOptions = option(CommOptions(), "load")
     """How ranks reach each other."""
 
     def __post_init__(self) -> None:
@@ -297,3 +297,4 @@ def _check_resources(options: Any) -> None:
     require(threads is None or threads >= 1, f"threads must be at least 1, not {threads}")
     require(options.inflight_nbytes >= LEAST_INFLIGHT_NBYTES, "inflight_nbytes must be at least 16 MiB")
     require(options.timeout_s > 0, "timeout_s must be positive")
+    require(isinstance(options.comm, CommOptions), f"comm is a reknit.CommOptions, not {shown(options.comm)}")

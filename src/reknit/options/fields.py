@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numbers
 import os
-from dataclasses import MISSING, field, fields, is_dataclass
-from functools import cache
+from dataclasses import field, fields
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from reknit.errors import UsageError, shown
 
@@ -35,19 +34,14 @@ first save in the background starts the agents and allocates their memory.
 
 _READERS = "readers"
 
-_KINDS: Mapping[Any, tuple[Any, str]] = {
-    bool: (bool, "True or False"),
-    int: (numbers.Integral, "a whole number"),
-    int | None: ((numbers.Integral, NoneType), "a whole number, or None"),
-    float: (numbers.Real, "a number"),
-    str | None: ((str, os.PathLike, NoneType), "a text, or None"),
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (numbers.Integral, "a whole number"),
+    "int | None": ((numbers.Integral, NoneType), "a whole number, or None"),
+    "float": (numbers.Real, "a number"),
+    "str | None": ((str, os.PathLike, NoneType), "a text, or None"),
 }
-"""The types that a value may have for an annotation, and their name in errors."""
-
-
-def readers(*scopes: Scope) -> Mapping[str, frozenset[Scope]]:
-    """Return the metadata of a field that is read in some scopes."""
-    return {_READERS: frozenset(scopes)}
+"""The types that a value may have for an annotation, which stays a text, and their name in errors."""
 
 
 def option(default: _Value, *scopes: Scope) -> _Value:
@@ -68,8 +62,7 @@ def names_in(kind: Any, scope: Scope) -> list[str]:
 def check_scope(options: Any, scope: Scope) -> None:
     """Raise `UsageError` for an option that was set, and that a call does not read."""
     for each in fields(options):
-        usual = each.default if each.default_factory is MISSING else each.default_factory()
-        value, read_in = getattr(options, each.name), each.metadata[_READERS]
+        value, read_in, usual = getattr(options, each.name), each.metadata[_READERS], each.default
         if scope not in read_in and value != usual and (value or usual):
             calls = " and ".join(text for name, text in CALLS.items() if name in read_in)
             raise UsageError(
@@ -89,25 +82,17 @@ def check_values(options: Any) -> None:
 
     A text "no" would count as true otherwise.
     """
-    for name, annotation in _annotations(options.__class__).items():
+    for name, annotation in type(options).__annotations__.items():
         value = getattr(options, name)
-        if get_origin(annotation) is Literal:
-            *others, last = map(repr, get_args(annotation))
-            if not (isinstance(value, str) and value in get_args(annotation)):
+        if annotation.startswith("Literal["):
+            choices = annotation[len("Literal[") : -1].replace("'", "").split(", ")
+            if not (isinstance(value, str) and value in choices):
+                *others, last = map(repr, choices)
                 raise UsageError(f"{name} is {', '.join(others)} or {last}, not {value!r}")
-        elif is_dataclass(annotation):
-            if not isinstance(value, annotation):  # type: ignore[arg-type]
-                raise UsageError(f"{name} is a reknit.{annotation.__name__}, not {shown(value)}")  # type: ignore[union-attr]
         elif annotation in _KINDS:
             kinds, called = _KINDS[annotation]
             if not isinstance(value, kinds) or (kinds is not bool and isinstance(value, bool)):
                 raise UsageError(f"{name} is {called}, not {shown(value)}")
-
-
-@cache
-def _annotations(kind: type) -> dict[str, Any]:
-    """Return the annotations of a class, by the names of its fields."""
-    return get_type_hints(kind)
 
 
 def check_patterns(name: str, patterns: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from reknit.errors import CommitError
 from reknit.planner.columns import Blocks, spread
@@ -67,7 +67,7 @@ def thinned(claims: RankColumns) -> RankColumns:
     lists = dict(claims.lists)
     for name in _COLUMNS:
         lists[name] = Blocks(flat[name][rows], sizes, np.arange(len(sizes))).distinct()
-    return claims._replace(lists=lists)
+    return structs.replace(claims, lists=lists)
 
 
 def differing(claims: RankColumns) -> list[Differing]:
@@ -168,7 +168,7 @@ def widened(chunks: RankColumns, ndim: int) -> RankColumns:
             lists[f"{name}.{d}"] = Blocks(
                 np.full(sizes.sum(), fill, np.int64), sizes, np.arange(len(sizes))
             ).distinct()
-    return chunks._replace(lists=lists)
+    return structs.replace(chunks, lists=lists)
 
 
 def num_dims(chunks: RankColumns) -> int:
@@ -200,7 +200,7 @@ def _sorted_rows(chunks: RankColumns, entries: Sequence[TensorEntry], numbers: I
     from the one block that these have, in its new order: a copy for every rank is never made.
     """
     lists, ndim = chunks.lists, num_dims(chunks)
-    tensor = lists["tensor"]._replace(values=numbers[lists["tensor"].values])
+    tensor = structs.replace(lists["tensor"], values=numbers[lists["tensor"].values])
     counts = tensor.counts
     order = _order(tensor, [lists[f"offset.{d}"] for d in range(ndim)], _shapes(entries, ndim))
     rank = np.repeat(np.arange(len(counts)), counts)[order]
@@ -241,10 +241,10 @@ def _order(tensor: Blocks, offsets: Sequence[Blocks], shapes: Ints) -> Ints:
     if float(shapes.prod(axis=1, dtype=np.float64).sum()) >= _EXACT:
         order: Ints = np.lexsort((*[column.flat() for column in offsets[::-1]], tensor.flat()))
         return order
-    key = tensor._replace(values=(np.cumsum(numel) - numel)[tensor.values]).flat()
+    key = structs.replace(tensor, values=(np.cumsum(numel) - numel)[tensor.values]).flat()
     for d, column in enumerate(offsets):
         if column.values.any():
-            key = key + column.flat() * tensor._replace(values=strides[:, d][tensor.values]).flat()
+            key = key + column.flat() * structs.replace(tensor, values=strides[:, d][tensor.values]).flat()
     return np.argsort(key, kind="stable")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct, structs
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -66,7 +67,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 """Odd numbers without a pattern: a multiplication with them spreads a number over 64 bits."""
 
 
-class Blocks(NamedTuple):
+class Blocks(Struct, frozen=True):
     """A list of numbers for each of several ranks; equal lists are kept once, as one block.
 
     The k-th rank has block `number[k]`.  Blocks lie end to end in `values`, `sizes[b]` of them for block b,
@@ -121,7 +122,7 @@ class Blocks(NamedTuple):
 
     def select(self, places: Ints) -> Blocks:
         """Return the column of some ranks only."""
-        return self._replace(number=self.number[places])._ordered()
+        return structs.replace(self, number=self.number[places])._ordered()
 
     def distinct(self) -> Blocks:
         """Return the same lists with equal blocks as one."""
@@ -145,7 +146,7 @@ class Blocks(NamedTuple):
         if differs.any():
             unlike = other[np.unique(np.repeat(np.arange(len(other)), sizes)[differs])]
             same[unlike] = unlike
-        return self._replace(number=same[self.number])._ordered()
+        return structs.replace(self, number=same[self.number])._ordered()
 
     def _ordered(self) -> Blocks:
         """Give the blocks numbers in the order of the ranks, and drop the blocks that no rank has."""
@@ -159,7 +160,7 @@ class Blocks(NamedTuple):
         return Blocks(values, sizes, number[self.number], self.table)
 
 
-class RankColumns(NamedTuple):
+class RankColumns(Struct, frozen=True):
     """The parts of some ranks: for each of `ranks`, which ascend, one list of numbers in every column.
 
     `tables` hold entries other than numbers.  The column of a table's name has the entries of each rank, in
@@ -180,16 +181,17 @@ class RankColumns(NamedTuple):
 
     def with_list(self, name: str, column: Blocks) -> RankColumns:
         """Return the same with one column more."""
-        return self._replace(lists={**self.lists, name: column})
+        return structs.replace(self, lists={**self.lists, name: column})
 
     def without(self, name: str) -> RankColumns:
         """Return the same but for one column."""
-        return self._replace(lists={other: c for other, c in self.lists.items() if other != name})
+        return structs.replace(self, lists={other: c for other, c in self.lists.items() if other != name})
 
     def with_names(self, name: str, entries: list[Any], numbers: ArrayLike) -> RankColumns:
         """Return the part of one rank with one table more, whose entries it names in this order."""
         column = Blocks.of(numbers, name)
-        return self._replace(tables={**self.tables, name: entries}, lists={**self.lists, name: column})
+        tables, lists = {**self.tables, name: entries}, {**self.lists, name: column}
+        return structs.replace(self, tables=tables, lists=lists)
 
 
 NOTHING = RankColumns(np.zeros(0, np.int64), {}, {})
@@ -272,7 +274,7 @@ def _joined(tables: Sequence[list[Any]]) -> tuple[list[Any], list[Ints | None]]:
 
 
 def _renumbered(column: Blocks, numbers: Ints | None) -> Blocks:
-    return column if numbers is None else column._replace(values=numbers[column.values])
+    return column if numbers is None else structs.replace(column, values=numbers[column.values])
 
 
 def in_order(ranks: Ints, tables: Mapping[str, list[Any]], lists: Mapping[str, Blocks]) -> RankColumns:

@@ -6,6 +6,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
+from msgspec import Struct, structs
 
 from reknit.planner.columns import Blocks, spread
 from reknit.types.box import Box, flat_range_boxes
@@ -150,7 +151,7 @@ def shard_owners(keys: Blocks, nbytes: Blocks) -> Blocks:
     if len(rest := groups[dealt:]):
         drawn = keys.values[held.order][held.first].astype(np.uint64) % held.counts.astype(np.uint64)
         owner[rest] = held.holder(drawn.astype(np.int64))[rest]
-    return keys._replace(values=owner[held.group])
+    return structs.replace(keys, values=owner[held.group])
 
 
 def blob_owners(keys: Blocks, digests: Blocks) -> Blocks:
@@ -173,7 +174,7 @@ def blob_owners(keys: Blocks, digests: Blocks) -> Blocks:
     low = np.minimum.reduceat(digest[order], first)
     high = np.maximum.reduceat(digest[order], first)
     owner = np.where(low == high, rank[order][first], OWN)
-    return keys._replace(values=owner[np.searchsorted(key[order][first], keys.values)])
+    return structs.replace(keys, values=owner[np.searchsorted(key[order][first], keys.values)])
 
 
 class _Held:
@@ -267,7 +268,7 @@ class _Part(NamedTuple):
     box: Box
 
 
-class _FileSize(NamedTuple):
+class _FileSize(Struct, frozen=True):
     """A file ends before it would pass `most` bytes, and once it has about `enough` bytes."""
 
     most: int

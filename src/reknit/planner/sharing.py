@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.errors import ProtocolError
 from reknit.planner.columns import spread
@@ -270,7 +271,7 @@ WORTH_NBYTES = 32 << 20
 """With costs given, sharing is set up only if some rank takes part in fetches of this many bytes."""
 
 
-class Costs(NamedTuple):
+class Costs(Struct, frozen=True):
     """Speeds per rank while all ranks are busy, in bytes per second.
 
     `read`: from storage.  `copy`: from memory to memory.  `network`: between hosts.

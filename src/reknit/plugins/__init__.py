@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import sys
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +20,7 @@ from reknit.errors import MissingExtraError, UsageError, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import Distribution, EntryPoint
 
 logger = logging.getLogger("reknit")
 
@@ -226,12 +228,8 @@ def installed(group: str) -> dict[str, EntryPoint]:
 @lru_cache(maxsize=1)  # the path of a process hardly ever changes
 def _scan(path: tuple[str, ...]) -> dict[str, dict[str, EntryPoint]]:
     """Read the entry points of all distributions; the first one has a name, and the log names others."""
-    from importlib.metadata import distributions  # the parser of mails, which it needs, has a long import
-
     found: dict[str, dict[str, EntryPoint]] = {}
-    # `entry_points` parses those of every distribution, which takes twice as long.
-    having = [one for one in distributions() if "[reknit." in (one.read_text("entry_points.txt") or "")]
-    for entry in [entry for one in having if one.name != "reknit" for entry in one.entry_points]:
+    for entry in [entry for one in _declaring(path) for entry in one.entry_points]:
         if entry.group not in ROWS:
             continue
         first = found.setdefault(entry.group, {})
@@ -243,6 +241,31 @@ def _scan(path: tuple[str, ...]) -> dict[str, dict[str, EntryPoint]]:
             logger.error(
                 "%s, as %s does, which is used", shown_entry(entry), distribution_of(first[entry.name])
             )
+    return found
+
+
+def _declaring(path: tuple[str, ...]) -> list[Distribution]:
+    """Return the distributions that declare rows, but for reknit.
+
+    An environment has hundreds, and an object of `importlib.metadata` for each takes most of the time.
+    """
+    from importlib.metadata import Distribution, distributions  # its parser of mails has a long import
+
+    found, archives = list[Distribution](), list[str]()
+    for place in path:
+        try:
+            names = os.listdir(place or ".")
+        except OSError:
+            archives.append(place)
+            continue
+        for name in names:
+            if name.lower().endswith(("dist-info", "egg-info")) and not name.startswith("reknit-"):
+                with suppress(OSError), open(os.path.join(place, name, "entry_points.txt"), "rb") as file:
+                    if b"[reknit." in file.read():
+                        found.append(Distribution.at(os.path.join(place, name)))
+    for one in distributions(path=archives):  # those of other finders are among them
+        if "[reknit." in (one.read_text("entry_points.txt") or "") and one.name != "reknit":
+            found.append(one)
     return found
 
 

@@ -57,7 +57,7 @@ def require(ok: object, message: str) -> None:
 
 
 _LOCKED = r"(?:manifest\.json|pending\.[0-9a-f]{16}\.[0-9a-f]{8})\.lock"
-_OWN_TEMPORARY = re.compile(rf"\.(?:[0-9a-f]{{32}}(?:-[0-9]+-[0-9]+)?|{_LOCKED})\.tmp")
+_OWN_TEMPORARY = rf"\.(?:[0-9a-f]{{32}}(?:-[0-9]+-[0-9]+)?|{_LOCKED})\.tmp"
 
 
 def check_path(path: str, url: str) -> str:
@@ -81,7 +81,7 @@ def check_readable(place: str) -> str:
 
     Names on a disk may be any bytes, but manifests, messages and events hold texts.
     """
-    if _is_text(place):
+    if place.isascii() or _is_text(place):
         return place
     raise UsageError(
         f"{place!r} is not valid Unicode, so no checkpoint can be there",
@@ -104,7 +104,7 @@ def is_temporary(name: str) -> bool:
 
 def is_own_temporary(name: str) -> bool:
     """Return whether a file name was made by a store of reknit for a write under way, or for a lock."""
-    return _OWN_TEMPORARY.fullmatch(name) is not None
+    return name.endswith(".tmp") and re.fullmatch(_OWN_TEMPORARY, name) is not None
 
 
 def kind_of(path: str) -> Literal["file", "temporary"] | None:
@@ -123,7 +123,7 @@ def _fault(path: str) -> str | None:
         return "it holds a NUL"
     if "\\" in path:
         return "it holds a backslash, which separates folders on some stores"
-    if not _is_text(path):
+    if not (path.isascii() or _is_text(path)):
         return "it is not valid Unicode"
     for name in path.split("/"):
         if name in ("", ".", ".."):

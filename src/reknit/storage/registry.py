@@ -74,7 +74,7 @@ _LINKS = ("file", "mem")
 """Schemes of stores that link files."""
 _OF_OBSTORE = (3, 11)
 """The oldest Python that obstore is made for."""
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*"
 
 
 def open_storage(url: str | os.PathLike[str], *, durability: Durability = "power") -> Storage:
@@ -215,7 +215,7 @@ def register(scheme: str, factory: Factory) -> None:
     A package registers permanently with an entry point for the factory, in the group ``reknit.storage``, with
     the name of the scheme.  Raises `UsageError` when the scheme is taken.
     """
-    if not _SCHEME.fullmatch(scheme) or scheme != scheme.lower():
+    if not re.fullmatch(_SCHEME, scheme) or scheme != scheme.lower():
         raise UsageError(f"{scheme!r} cannot be a scheme", remedy="use small letters and digits")
     if scheme in plugins.STORAGE or factories.setdefault(scheme, factory) is not factory:
         raise UsageError(f"the scheme {scheme!r} is registered already")
@@ -226,7 +226,7 @@ def _scheme(text: str) -> str | None:
     head, colon, rest = text.partition(":")
     if not colon or "/" in head:
         return None
-    return head.lower() if _SCHEME.fullmatch(head) or rest.startswith("//") else None
+    return head.lower() if re.fullmatch(_SCHEME, head) or rest.startswith("//") else None
 
 
 def _expand(path: str) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import xxhash
-from msgspec import Struct
+from msgspec import Struct, field
 
 from reknit.types.dtype import ITEMSIZE
 
@@ -123,9 +121,6 @@ class LoadPlan(Struct, frozen=True):
 MAX_DEPTH = 64
 """Levels of containers, one in another, that a state and a value in it may have."""
 
-INTEGER = re.compile(r"-?[0-9]+")
-"""The texts that look like the path element of a number."""
-
 GENERATOR = "~prng"
 """Last element of the name of the random generator of typed keys of JAX; it differs from all escaped keys."""
 
@@ -161,7 +156,7 @@ def escaped(text: str) -> str:
     if not text.isascii():
         text.encode()
     text = text.replace("~", "~0").replace("/", "~1")
-    return f"~2{text}" if INTEGER.fullmatch(text) else text
+    return f"~2{text}" if text.removeprefix("-").isdigit() and text.isascii() else text
 
 
 def is_form(fqn: str) -> bool:
@@ -285,7 +280,7 @@ class Witness(Struct, frozen=True):
     coordinate: Mapping[str, int] | None
 
 
-class Encoded(NamedTuple):
+class Encoded(Struct, frozen=True):
     """A value of a `Blob` that is already encoded, as by `format.blob_codec.encode_value`.
 
     It is `memory[start:]`; the bytes before it are free for the name of the value in the file.  Shared
@@ -335,15 +330,14 @@ class Alias(msgspec.Struct, frozen=True, gc=False):
     of: str
 
 
-class HostRuns(NamedTuple):
+class HostRuns(Struct, frozen=True):
     """The address of each of some memories, which are runs of host memory, and objects that keep it."""
 
     addresses: Sequence[int]
     kept: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Holdings:
+class Holdings(Struct, frozen=True, eq=False):
     """All shards, blobs and aliases of one rank.  `items` are the top-level names, also of empty items.
 
     A save fails if a witness has no blob on any rank.  `barriers` delay changes of some of the memory of the
@@ -360,8 +354,8 @@ class Holdings:
     witnesses: tuple[Witness, ...] = ()
     barriers: tuple[Barrier, ...] = ()
     coordinate: Mapping[str, int] = field(default_factory=dict)
-    runs: HostRuns | None = field(default=None, compare=False, repr=False)
-    known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    runs: HostRuns | None = None
+    known: dict[Hashable, Any] = {}
 
 
 class Tagged(Struct, frozen=True):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     """Turns a pattern into a function that returns whether a name matches it."""
 
 
-_SEPARATORS = re.compile(r"([./])")
+_SEPARATORS = r"([./])"
 _MOST_NAMES = 10_000
 _MOST_ITEMS = 16
 _SHOWN = 3
@@ -54,7 +54,7 @@ def some_of(names: Sequence[str]) -> str:
 
 def _candidates(pattern: str, names: Sequence[str]) -> Iterator[str]:
     """Yield patterns that are similar to one, the most similar first."""
-    parts = dict.fromkeys(part for name in names for part in _SEPARATORS.split(name))
+    parts = dict.fromkeys(part for name in names for part in re.split(_SEPARATORS, name))
     yield from _respelled(pattern, parts)
     items = dict.fromkeys(name.partition("/")[0] for name in names if "/" in name)
     others = [f"{item}/{pattern}" for item in islice(items, _MOST_ITEMS)]
@@ -68,7 +68,7 @@ def _candidates(pattern: str, names: Sequence[str]) -> Iterator[str]:
 def _respelled(pattern: str, parts: dict[str, None]) -> Iterator[str]:
     """Yield a pattern with the nearest of these parts in place of each other literal part."""
     spelled = []
-    for part in _SEPARATORS.split(pattern):
+    for part in re.split(_SEPARATORS, pattern):
         near = (
             [part]
             if not part or part in parts or any(mark in part for mark in "*?[{")

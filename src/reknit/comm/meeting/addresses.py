@@ -29,7 +29,7 @@ _ANY_PORT = 9
 _PROBE_S = 2.0
 
 _UNIX_SCHEME = "unix:"
-_FITS_A_SOCKET = re.compile(r"/[A-Za-z0-9_./-]{0,70}")
+_FITS_A_SOCKET = r"/[A-Za-z0-9_./-]{0,70}"
 """Folders whose names need no quoting, and that leave room in the 107 letters of a socket's name."""
 
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
@@ -112,7 +112,7 @@ def _private_folder() -> str:
     for place in (tempfile.gettempdir, lambda: "/tmp", lambda: "/dev/shm"):
         try:
             folder = place()
-            if _FITS_A_SOCKET.fullmatch(folder):
+            if re.fullmatch(_FITS_A_SOCKET, folder):
                 return tempfile.mkdtemp(prefix="reknit-", dir=folder)
         except OSError as error:  # read-only, or full
             failure = error

@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from reknit.engine.memory.devices import BounceBuffers, Staging, changes, copied_later
 from reknit.engine.memory.elements import Range, Sample, stage
@@ -95,7 +96,7 @@ class Deferred:
         sources = sources.instead(clones)
         self.now, self.queued, self.later = (
             [
-                image._replace(sources=sources, entries=image.entries.select(group == name))
+                structs.replace(image, sources=sources, entries=image.entries.select(group == name))
                 for image, group in zip(images, groups, strict=True)
             ]
             for name in ("now", "queued", "later")

@@ -10,7 +10,6 @@ one block at a time, and keeps only the rows in its own boxes.  See docs/decisio
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -293,7 +292,7 @@ class RootMetadata(Struct, frozen=True):
 
     def with_rows(self, checkpoint: OpenCheckpoint, reach: Reach, _: messages.Answer) -> OpenCheckpoint:
         """Return the root's own part of the checkpoint, with the rows of its index that it needs."""
-        return replace(checkpoint, index=kept(checkpoint.index, reach))
+        return structs.replace(checkpoint, index=kept(checkpoint.index, reach))
 
 
 class ReceivedMetadata(Struct, frozen=True):
@@ -324,7 +323,7 @@ class ReceivedMetadata(Struct, frozen=True):
         entries = _entries(self.files, set(distinct(rows.file)), manifest.block_nbytes)
         index = with_rows(checkpoint.index, rows, {n: file.path for n, file in entries.items()})
         new = [file for file in entries.values() if file.path not in checkpoint.files]
-        return replace(
+        return structs.replace(
             checkpoint, index=index, manifest=structs.replace(manifest, files=(*manifest.files, *new))
         )
 
@@ -441,7 +440,7 @@ def names_only(tensors: Sequence[TensorEntry]) -> Index:
     )
 
 
-class Handout(NamedTuple):
+class Handout(Struct, frozen=True):
     """On the root: an answer for each rank, names that no rank takes, and faults of the index.
 
     `items` are the items of the checkpoint that no rank requested.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct, structs
@@ -82,7 +82,7 @@ class Problems(Struct, frozen=True):
         self.missing.extend((name, reasons[name]) for name in others)
 
 
-class Problem(NamedTuple):
+class Problem(Struct, frozen=True):
     """A place in which a checkpoint does not fit: its name or a sentence, the reason, and the ranks.
 
     Reasons of the same kind are `alike`.
@@ -310,7 +310,7 @@ def _lines(problems: Sequence[Problem]) -> Iterator[str]:
             yield from map(str, each)
         else:
             names = ", ".join(problem.name for problem in each[:_MOST_ALIKE])
-            yield str(first._replace(name=f"{names} and {len(each) - _MOST_ALIKE} more"))
+            yield str(structs.replace(first, name=f"{names} and {len(each) - _MOST_ALIKE} more"))
 
 
 def _on(ranks: set[int], size: int) -> str:

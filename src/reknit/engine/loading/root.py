@@ -8,7 +8,7 @@ from collections import Counter
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from reknit.engine import messages
 from reknit.engine.loading.collect import unused_made_names
@@ -135,14 +135,13 @@ def require_some(
     )
 
 
-_NAME = re.compile(r"((?:[^/]+/)(?:(?:.*/)?(?:state|param_groups)/|(?:.*/)?))([^/].*)")
+_NAME = r"((?:[^/]+/)(?:(?:.*/)?(?:state|param_groups)/|(?:.*/)?))([^/].*)"
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 _SAMPLE = 8
 _MOST_TRIED = 4
 _MOST_ROOTS = 6
 _MOST_LEFT = 3
 """Names without a place in the target that a hint leaves out, such as the count of averaged models."""
-_SPECIAL = re.compile(r"[*?\[\]]")
 
 
 class _NameSplit(NamedTuple):
@@ -181,7 +180,7 @@ def prefix_hint(
         )
     call = f"options=reknit.LoadOptions(transforms=[{best.rule}])"
     left = [name for name in map(best.apply, unexpected) if name not in missing]
-    if best.found == len(missing) and 0 < len(left) <= _MOST_LEFT and not any(map(_SPECIAL.search, left)):
+    if best.found == len(missing) and 0 < len(left) <= _MOST_LEFT and set("*?[]").isdisjoint("".join(left)):
         call += f", strict={[f'!{name}' for name in sorted(left)]}"
     return f"{said}: pass {call}"
 
@@ -246,7 +245,8 @@ def _wrappers(missing: Collection[str], unexpected: Collection[str]) -> Iterator
 
 def _parted(names: Collection[str]) -> Sequence[_NameSplit]:
     """Return names split into their parts, without items that are themselves a tensor or value."""
-    return [_NameSplit(found[1], found[2]) for name in names if (found := _NAME.fullmatch(name)) is not None]
+    found = map(re.compile(_NAME).fullmatch, names)
+    return [_NameSplit(one[1], one[2]) for one in found if one is not None]
 
 
 logger = logging.getLogger("reknit")
@@ -264,10 +264,10 @@ def rows_for(whole: RootMetadata, sought: Sought, asked: Sequence[messages.Asked
     """Answer each rank with the index rows of its tensors."""
     handout = hand_out(whole.checkpoint, asked)
     left = handout.left + unused_made_names(sought, asked, handout.left)
-    return RowAnswers(whole, sought, handout._replace(left=left))
+    return RowAnswers(whole, sought, structs.replace(handout, left=left))
 
 
-class LoadRequests(NamedTuple):
+class LoadRequests(Struct, frozen=True):
     """The requests of some ranks; `offers` are the ranges that they would read: for tensors, for objects."""
 
     requests: list[messages.LoadRequest]

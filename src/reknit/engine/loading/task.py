@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct, field
 
 from reknit.engine.memory.workers import within
 from reknit.frameworks import registry
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadTask:
+class LoadTask(Struct, frozen=True, eq=False):
     """The input of one rank's load.
 
     `targets` are the items of the state that are loaded; the others are `beside` them, for names only.
@@ -33,7 +33,6 @@ class LoadTask:
     storage: Storage
     targets: Mapping[str, Any]
     options: LoadOptions
-    _: KW_ONLY
     recorder: Recorder
     beside: Mapping[str, Any] = field(default_factory=dict)
     ranks: Sequence[int] | None = None

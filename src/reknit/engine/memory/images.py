@@ -77,7 +77,7 @@ _SHORT_RUN = 64 << 10
 """Runs that are shorter on average are copied: that takes less time than a digest of each."""
 
 
-class Image(NamedTuple):
+class Image(Struct, frozen=True):
     """A planned data file: a header, then the bytes of its entries, from live memory."""
 
     path: str

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.engine.memory.workers import borrowed, run_jobs
 from reknit.environment import num_threads
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from reknit.storage.base import Storage, Writer
 
 
-class Written(NamedTuple):
+class Written(Struct, frozen=True):
     """A file that storage has, and the digests of its blocks."""
 
     path: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import xxhash
@@ -111,7 +111,7 @@ class LiveFiles(Struct, frozen=True):
             yield LiveImages(self.images(write_id), transfer, self.budget_nbytes)
 
 
-class FileCut(NamedTuple):
+class FileCut(Struct, frozen=True):
     """The cut of a rank's data into files: see `planner.save.plan_save`."""
 
     max_file_nbytes: int
@@ -151,7 +151,7 @@ def outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
 
 
 def _outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
-    plan = plan_save(holdings.shards, rank, *cut)
+    plan = plan_save(holdings.shards, rank, cut.max_file_nbytes, cut.num_parts)
     write_id = paths.new_write_id()
     files = tuple(
         OutlinedFile(file, _header(holdings, rank, file, write_id), write_id, Entries.of(file.entries))

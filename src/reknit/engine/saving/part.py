@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, cast
@@ -69,7 +68,7 @@ class EncodedHoldings(Struct, frozen=True, dict=True):
         shards = list(self.holdings.shards)
         for number, owner in zip(self.guessed, owners.tolist(), strict=True):
             shards[number] = structs.replace(shards[number], replicas=(owner,))
-        return replace(self.holdings, shards=tuple(shards), known={})
+        return structs.replace(self.holdings, shards=tuple(shards), known={})
 
 
 class EncodedFile(Struct, frozen=True):
@@ -134,7 +133,7 @@ def _encoded(blob: Blob, options: SaveOptions) -> bytes:
     """Return a file of blobs with only this blob; a value that is already encoded is not copied."""
     if not isinstance(blob.value, Encoded):
         return encode_blobs({blob.fqn: blob.value}, allow_pickle=options.allow_pickle, item=blob.item)
-    memory, start = blob.value[:2]
+    memory, start = blob.value.memory, blob.value.start
     name = name_of_value(blob.fqn)
     if len(name) > start:
         return b"".join((name, memory[start:]))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from reknit.engine import messages
 from reknit.engine.memory.workers import run_jobs
@@ -114,7 +114,7 @@ _LEAST_NBYTES = 1 << 20
 """Smaller files are written: a link or a copy costs as much."""
 
 
-class _KnownFile(NamedTuple):
+class _KnownFile(Struct, frozen=True):
     """A file of a committed checkpoint, the write id in its header, and the digest of its sample.
 
     The last two are None for a file that another process wrote.
@@ -233,7 +233,7 @@ class Reuse:
             try:
                 if storage.copy_from(last.storage, known.file.path, path, known.file.nbytes):
                     self._taken[number] = known
-                    taken[number] = known.file._replace(path=path)
+                    taken[number] = structs.replace(known.file, path=path)
             except BaseException as error:
                 discard(self._task.storage, path)  # it is there perhaps, and only the answer was lost
                 if isinstance(error, ReknitError):
@@ -264,7 +264,7 @@ class Reuse:
                 self._last.storage.read_into(known.file.path, 0, [memoryview(begin)])
             except ReknitError:  # deleted meanwhile: then the file is written
                 return known
-            known = self._known[number] = known._replace(write_id=write_id_in(bytes(begin)))
+            known = self._known[number] = structs.replace(known, write_id=write_id_in(bytes(begin)))
         return known
 
 

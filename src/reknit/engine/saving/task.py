@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from msgspec import Struct, field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,8 +36,7 @@ class SavePlace(Protocol):
         """Return the size of files that a later save may take over; 0 if the store cannot copy files."""
 
 
-@dataclass(slots=True, kw_only=True)
-class SaveTask:
+class SaveTask(Struct, kw_only=True, eq=False, dict=True):
     """The input of one rank's save, for a save that waits, for a trainer, and for its agent, without a state.
 
     `step`, `origin` and `metadata` go into the manifest.  `promote_to` has the URL, factory and rate of each
@@ -54,12 +54,13 @@ class SaveTask:
     overwrite: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    promote_to: list[tuple[str, str | None, float | None, str | None]] = field(default_factory=list)
+    promote_to: list[tuple[str, str | None, float | None, str | None]] = []
     run: Run | None = None
     ranks: Sequence[int] | None = None
     wrong: BaseException | None = None
-    storage: Storage = field(init=False)
-    """The store of the place, in the process that writes the files."""
+    if TYPE_CHECKING:
+        storage: Storage = cast("Storage", None)
+        """The store of the place, in the process that writes the files: a task begins without it."""
     after: Sequence[SaveOutcome] = ()
     """Saves under way to the same place, which have to end before."""
 

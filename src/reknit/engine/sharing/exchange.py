@@ -289,7 +289,7 @@ class Exchange:
 
     def _copy(self, arrival: Arrival, arena: Arena) -> None:
         """Take this rank's part of a fetch of another rank."""
-        row, memory, done = arrival
+        row, memory, done = arrival.row, arrival.memory, arrival.done
         self._deliver(row, memory, arena)
         fetches, part = self._fetches, self._sharing.part
         with fetches.changed:

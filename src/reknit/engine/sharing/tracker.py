@@ -18,7 +18,7 @@ import threading
 from collections import Counter, deque
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
@@ -312,7 +312,7 @@ _GRACE_S = 10.0
 """How much longer a rank stays in step with other hosts, so that all meet their deadlines there."""
 
 
-class Arrival(NamedTuple):
+class Arrival(Struct, frozen=True):
     """A fetch that another rank read, for a worker to copy; `done` is called afterwards."""
 
     row: int

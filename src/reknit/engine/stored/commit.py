@@ -14,7 +14,7 @@ import logging
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from reknit.engine.memory.write import discard
 from reknit.engine.stored.at_path import check_absent, committed, is_committed, manifest_in, size_of
@@ -261,7 +261,7 @@ def put_manifest(storage: Storage, mine: Marker, data: bytes, *, overwrite: bool
         done = mine, data
     mine, data = done
     if over_tombstone or retries.get() != tries:
-        mine = mine._replace(met=(*mine.met, *note_unanswered(storage)))
+        mine = structs.replace(mine, met=(*mine.met, *note_unanswered(storage)))
     return mine, data
 
 

@@ -7,9 +7,9 @@ markers, and it looks for markers before it looks for the manifest, into which a
 from __future__ import annotations
 
 from time import sleep
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from reknit.engine.memory.write import discard
 from reknit.engine.stored.at_path import check_absent, is_committed, size_of
@@ -37,7 +37,7 @@ _ALONE_S = 2.0
 """How long a save that has lost its marker looks for the save that has removed it."""
 
 
-class Marker(NamedTuple):
+class Marker(Struct, frozen=True):
     """The file that stands in a checkpoint's folder as long as a save may commit there."""
 
     generation: int
@@ -99,7 +99,7 @@ def put_marker(
                 mine.run.check()
             if outrun is not None and not newest:
                 raise outrun.error(storage, mine)
-            mine = mine._replace(met=(*mine.met, *(path.rpartition(".")[2] for path in others)))
+            mine = structs.replace(mine, met=(*mine.met, *(path.rpartition(".")[2] for path in others)))
             pause_s = min(monotonic() - began, _LONGEST_PAUSE_S)
             if outrun is None:
                 if not others or _stays(storage, mine, manifest, pause_s):
@@ -112,7 +112,7 @@ def put_marker(
             raise
         if outrun is not None:
             remove_marker(storage, mine)
-            mine = mine._replace(generation=outrun.generation)
+            mine = structs.replace(mine, generation=outrun.generation)
 
 
 def remove_marker(storage: Storage, mine: Marker) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,8 +40,7 @@ _MOST_READERS = 64
 """Files of values that are read at once: an object store answers a request in tens of milliseconds."""
 
 
-@dataclass
-class OpenCheckpoint:
+class OpenCheckpoint(Struct, eq=False, dict=True):
     """A checkpoint whose metadata is in memory.  `blobs[item][fqn]` are the values that all ranks share.
 
     `index`, `blobs` and `items` have the state's names; where `renamed` is given these may differ from those
@@ -60,14 +58,12 @@ class OpenCheckpoint:
     renamed: Renamed | None = None
     replicas: Sequence[Storage] = ()
     foreign: Storage | None = None
-    source: Storage = field(init=False)
-    files: dict[str, FileEntry] = field(init=False)
-    _own: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
-    _places: dict[str, dict[Any, list[BlobFile]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.source = self.foreign or files_at(self.storage, self.manifest.moved_to)
-        self.files = {file.path: file for file in self.manifest.files}
+        self.source: Storage = self.foreign or files_at(self.storage, self.manifest.moved_to)
+        self.files: dict[str, FileEntry] = {file.path: file for file in self.manifest.files}
+        self._own: dict[str, dict[str, Any]] = {}
+        self._places: dict[str, dict[Any, list[BlobFile]]] = {}
 
     def read(self, read: Callable[[Storage], _Read]) -> _Read:
         """Read files of the checkpoint, again if they have moved meanwhile."""
@@ -131,7 +127,7 @@ class OpenCheckpoint:
         """Return the part for a rank that wants only these items."""
         index = self.index.of_items(frozenset(items))
         blobs = {item: values if item in items else {} for item, values in self.blobs.items()}
-        return replace(self, index=index, blobs=blobs, items=tuple(items))
+        return structs.replace(self, index=index, blobs=blobs, items=tuple(items))
 
     def own(self, item: str, coordinate: Mapping[str, int]) -> dict[str, Any]:
         """Read the values that the rank with this coordinate saved for itself; maybe none."""
@@ -349,7 +345,7 @@ def _renamed(
     )
     wanted = names.items if items is None else tuple(items)
     blobs = {item: names.blobs.get(item, {}) for item in (*names.items, *wanted)}
-    return replace(whole, index=names.index, blobs=blobs, items=wanted, renamed=names)
+    return structs.replace(whole, index=names.index, blobs=blobs, items=wanted, renamed=names)
 
 
 def _decoded(data: bytes, storage: Storage) -> Manifest:

@@ -44,12 +44,12 @@ MOST_BESIDE = 10_000
 """Files of a folder that are looked at for names that a save gives."""
 _TRIES = 5
 
-_OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"reknit"\s*[,}]')
-_VERSION = re.compile(
+_OURS = rb'\s*\{\s*"format"\s*:\s*"reknit"\s*[,}]'
+_VERSION = (
     rb'\s*\{\s*"format"\s*:\s*"reknit"\s*,\s*"format_version"\s*:\s*([0-9]{1,18})\s*,'
     rb'\s*"requires"\s*:\s*(\[[^\[\]]*\])'
 )
-_SAYS = re.compile(rb"(?:\xef\xbb\xbf)?\s*[\[{]\s*[^\s\]}]")
+_SAYS = rb"(?:\xef\xbb\xbf)?\s*[\[{]\s*[^\s\]}]"
 """A JSON document with something in it."""
 
 
@@ -66,7 +66,7 @@ class FoundManifest(Struct, frozen=True):
 
     def check_version(self) -> None:
         """Raise `VersionError` for a manifest of an unknown version."""
-        if match := _VERSION.match(self.head):
+        if match := re.match(_VERSION, self.head):
             try:
                 requires = decoder(list[str], json=True)(match[2])
             except msgspec.MsgspecError:  # damaged
@@ -87,7 +87,7 @@ def find_file(storage: Storage) -> FoundManifest | None:
     """Return the file with the name of the manifest in a folder, or None.  Raises `StorageError`."""
     for _ in range(_TRIES):
         if (head := _head(storage)) is not None:
-            return FoundManifest(_OURS.match(head) is not None or _is_damaged(storage, head), head)
+            return FoundManifest(re.match(_OURS, head) is not None or _is_damaged(storage, head), head)
         if not _in_the_way(storage):
             return None
         if not os.path.isfile(os.path.join(storage.url, paths.MANIFEST_PATH)):
@@ -127,7 +127,7 @@ def manifest_bytes(storage: Storage) -> bytes | None:
         raise
     if is_tombstone(data):
         return None
-    return data if _OURS.match(data) or not is_of_others(storage) else None
+    return data if re.match(_OURS, data) or not is_of_others(storage) else None
 
 
 def not_ours(storage: Storage) -> UsageError:
@@ -180,7 +180,7 @@ def _in_the_way(storage: Storage) -> bool:
 
 def _is_damaged(storage: Storage, head: bytes) -> bool:
     """Return whether a file is the rest of a manifest, judged by files of a save that are beside it."""
-    says = _SAYS.match(head) is not None
+    says = re.match(_SAYS, head) is not None
     for number, listed in enumerate(storage.list()):
         name = paths.parse_path(listed.path)
         short_id = None if name is None or name.kind in paths.NOTE_KINDS else name.write_id8

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import time
 import uuid
@@ -317,7 +318,7 @@ def _take_over(root: Storage, older: Sequence[str], files: Collection[str], iden
         if _identity(each) != identity:
             _say_taken(root, each, has_ended=paths.sign_path(each, "end") in files)
     stay = {_name(each) for each in _records(files) if each not in older}
-    signs = [path for path in files if paths.RUN_SIGN.fullmatch(path) and _name(path) not in stay]
+    signs = [path for path in files if re.fullmatch(paths.RUN_SIGN, path) and _name(path) not in stay]
     for path in (*older, *signs):
         with suppress(StorageError):  # its generation is lower, and says nothing any more
             root.delete(path)

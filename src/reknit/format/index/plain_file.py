@@ -6,9 +6,10 @@ files, but for their numbers.  The reader here returns None for any other file, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from reknit.format.index.columns import Lists, NumberedNames, RowColumns, numbered
 from reknit.types.box import padded
@@ -88,10 +89,11 @@ def write_plain(index: Index) -> bytes | None:
     if sum([len(column.body) for column in columns]) > _MAX_NBYTES:
         return None
     parts, numbers, position = [], [num_rows], len(_MAGIC)
-    for values, body in columns:
-        parts += [_filled(_PAGE, [len(body), len(body), values]), body]
+    for column in columns:
+        body = column.body
+        parts += [_filled(_PAGE, [len(body), len(body), column.num_values]), body]
         nbytes = len(parts[-2]) + len(body)
-        numbers += [position, values, nbytes, nbytes, position]
+        numbers += [position, column.num_values, nbytes, nbytes, position]
         position += nbytes
     return _file(parts, _filled(_FOOTER, [*numbers, position - len(_MAGIC), num_rows]))
 
@@ -163,22 +165,25 @@ def _numbers(data: bytes, at: int, parts: Sequence[bytes]) -> tuple[list[int], i
     """Return the numbers between these parts at a place, and the place after them."""
     found = []
     for part in parts[:-1]:
-        _require(data.startswith(part, at))
+        if not data.startswith(part, at):
+            raise ValueError
         at += len(part)
         number = shift = 0
         while (byte := data[at]) > 127:
-            _require(shift < 56)
+            if shift >= 56:
+                raise ValueError
             number |= (byte & 127) << shift
             shift, at = shift + 7, at + 1
         number |= byte << shift
-        _require(not number & 1)
+        if number & 1:
+            raise ValueError
         found.append(number >> 1)
         at += 1
     _require(data.startswith(parts[-1], at))
     return found, at + len(parts[-1])
 
 
-class _Column(NamedTuple):
+class _Column(Struct, frozen=True):
     """A column: the number of its values, of which an empty list is one, and the bytes of its page."""
 
     num_values: int

@@ -12,11 +12,11 @@ import sys
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from reknit.errors import StateError
 from reknit.frameworks.torch import torch_private
@@ -100,7 +100,7 @@ Run = tuple[int, int]
 Part = tuple[Box, Any]
 
 
-class MeshCut(NamedTuple):
+class MeshCut(Struct, frozen=True):
     """How a dimension of the mesh (`size` ranks, this one at `position`) cuts dimension `dim` of a tensor.
 
     `stride` is the split factor of a strided cut: the dimension is first cut into so many pieces, and each of
@@ -190,7 +190,7 @@ def in_true_order(cuts: Sequence[MeshCut]) -> list[MeshCut]:
         later = [other for other in ordered if other.dim == cut.dim]
         if cut.stride and later and prod(other.size for other in later) == cut.stride:
             last = max(n for n, other in enumerate(ordered) if other.dim == cut.dim)
-            ordered.insert(last + 1, cut._replace(stride=0))
+            ordered.insert(last + 1, structs.replace(cut, stride=0))
         else:
             ordered.insert(0, cut)
     return ordered
@@ -421,7 +421,7 @@ _WHOLE = {"OptimState8bit": ("qmap",), "OptimState4bit": ("qmap",), "OptimStateF
 """Classes of torchao, and the inner tensors that every rank has whole; the others are cut with the outer."""
 
 
-class Cut(NamedTuple):
+class Cut(Struct, frozen=True):
     """A part of a whole tensor, and the ranks with the same part.
 
     `everyone` are the ranks that have an inner tensor that is not cut; `rank` is this one, for messages.
@@ -493,11 +493,11 @@ def lay(one: Any, local: Any, cut: Cut | None, place: Place, *, whole: bool) -> 
     shape = tuple(one.shape)
     if whole:
         replicas = cut.replicas if not cut.dims else cut.everyone
-        return cut._replace(shape=shape, box=Box.whole(shape), replicas=replicas)
+        return structs.replace(cut, shape=shape, box=Box.whole(shape), replicas=replicas)
     found = _by_dims(shape, tuple(local.shape), cut) or _by_rows(shape, tuple(local.shape), cut)
     if found is None:
         raise misaligned(place, type(local).__name__, prod(local.shape), prod(shape), cut)
-    return cut._replace(shape=found[0], box=found[1])
+    return structs.replace(cut, shape=found[0], box=found[1])
 
 
 def misaligned(place: Place, kind: str, numel: int, inner: int, cut: Cut) -> StateError:

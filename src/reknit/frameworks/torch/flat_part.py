@@ -12,7 +12,6 @@ each part its `global_offsets`, `local_offsets` and `local_sizes`.  Elements out
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations, pairwise
 from math import prod
@@ -20,7 +19,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from reknit.errors import StateError
 from reknit.types.box import Box, flat_range_boxes
@@ -147,15 +146,14 @@ class FlatPiece(NamedTuple):
     first: int
 
 
-@dataclass(frozen=True)
-class FlatPart:
+class FlatPart(Struct, frozen=True, dict=True):
     """A rank's part of a tensor: `numel` consecutive elements of the local tensor, from `start` on.
 
     The whole tensor has the shape `shape`, and the local one `local`.  The local tensor holds the boxes
     `held` of the whole: one box of all elements, or the boxes that tensor parallelism left.  Its elements are
     flattened in storage order: row-major, or with `order` the dimensions from the slowest to the fastest.  In
     flat memory of `total` elements, which may have other tensors and padding too, the range begins at
-    `offset`.  `pieces` are the boxes of the range in that memory.
+    `offset`.
     """
 
     shape: tuple[int, ...]
@@ -166,13 +164,13 @@ class FlatPart:
     numel: int
     offset: int
     total: int
-    pieces: tuple[FlatPiece, ...] = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
+    @lazy_property
+    def pieces(self) -> tuple[FlatPiece, ...]:
+        """The boxes of the range in the flat memory."""
         pieces = _pieces(self.local, self.held, self.order, self.start, self.numel)
-        if self.offset:
-            pieces = tuple(piece._replace(first=self.offset + piece.first) for piece in pieces)
-        object.__setattr__(self, "pieces", pieces)
+        moved = (piece._replace(first=self.offset + piece.first) for piece in pieces)
+        return tuple(moved) if self.offset else pieces
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...], total: int) -> FlatPart:
@@ -210,7 +208,7 @@ class FlatPart:
     @lazy_property
     def alone(self) -> FlatPart:
         """Return the same part in memory without other elements."""
-        return replace(self, offset=0, total=self.numel)
+        return structs.replace(self, offset=0, total=self.numel)
 
     def fits(self, memory: Any) -> bool:
         """Return whether a tensor has the form of the flat memory, or of a whole local tensor."""

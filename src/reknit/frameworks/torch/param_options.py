@@ -57,7 +57,7 @@ def opened(state: Any, slot: ParamSlot | None, place: Place, walk: Walk) -> Comp
     if dtensor.is_dtensor(state):
         return made
     views = ((name, one, structs.replace(view, replicas=slot.replicas)) for name, one, view in made.inner)
-    return made._replace(inner=tuple(views))
+    return structs.replace(made, inner=tuple(views))
 
 
 def memory_for(

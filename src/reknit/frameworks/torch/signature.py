@@ -110,7 +110,7 @@ class TorchSigner:
         return found
 
 
-class _Form(NamedTuple):
+class _Form(Struct, frozen=True):
     """The facts that tensors with equal shapes, dtypes and layouts have in common."""
 
     spec: TensorSpec

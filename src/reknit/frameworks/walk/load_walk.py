@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from msgspec import field
 
 from reknit.errors import ReknitError
 from reknit.frameworks.numbers import element
@@ -36,12 +36,12 @@ class LoadAdapter(Matcher, Protocol):
         """See `Adapter.wanted`."""
 
 
-@dataclass
-class Loading(Selecting):
+class Loading(Selecting, eq=False):
     """A walk over the target that collects the requests of a load."""
 
     adapters: tuple[LoadAdapter, ...]
-    signer: TensorSigner | None = field(default=None, kw_only=True)
+    signer: TensorSigner | None = None
+    kinds: frozenset[type] = frozenset()
     fills = True
     blobs: list[Entry] = field(default_factory=list)
     taken_back: list[Entry] = field(default_factory=list)
@@ -63,10 +63,6 @@ class Loading(Selecting):
     _needless: dict[Entry, str] = field(default_factory=dict)
     _num_kept: int = 0
     _unlike: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.kinds: frozenset[type] = frozenset() if self.signer is None else self.signer.kinds
 
     def visit(self, value: Any, place: Place, assign: Assign) -> None:
         """Request the tensors and values of an object of any kind."""

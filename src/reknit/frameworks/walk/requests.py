@@ -6,8 +6,6 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -338,21 +336,15 @@ def found_by_keys(place: Place, present: Any, loading: Any) -> FoundValue:
     return FoundValue(state, whys[0] if whys else None)
 
 
-@dataclass
-class Selecting(Walk):
+class Selecting(Walk, kw_only=True, eq=False):
     """A walk over the target of a load, with the terms of the load and the contents saved for this rank.
 
     `idle` are the patterns of the terms that no name has matched yet.
     """
 
-    catalog: Catalog = dataclass_field(kw_only=True)
-    saved: RankCatalog = dataclass_field(init=False)
-    idle: tuple[str, ...] = dataclass_field(init=False)
-
-    def __post_init__(self) -> None:
-        self.saved = RankCatalog(self.catalog, self.world)
-        terms = self.catalog.terms
-        self.idle = tuple(dict.fromkeys((*terms.only, *terms.resizable, *terms.watched)))
+    catalog: Catalog
+    saved: RankCatalog
+    idle: tuple[str, ...]
 
     def takes(self, place: Place) -> bool:
         """Return whether to load this name; if not, the target stays as it is."""

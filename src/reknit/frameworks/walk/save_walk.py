@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from msgspec import structs
+from msgspec import field, structs
 
 from reknit.errors import ReknitError, StateError
 from reknit.frameworks.walk.own_code import failed_save
@@ -30,8 +29,7 @@ class SaveAdapter(Matcher, Protocol):
         """See `Adapter.collect`."""
 
 
-@dataclass
-class Saving(Walk):
+class Saving(Walk, eq=False):
     """The results of a walk over a state to save."""
 
     adapters: tuple[SaveAdapter, ...]

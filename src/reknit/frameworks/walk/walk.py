@@ -6,12 +6,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
 
-import msgspec
+from msgspec import Struct, field
 
 from reknit.errors import StateError
 from reknit.frameworks import tree
@@ -30,8 +29,7 @@ Replicas: TypeAlias = "tuple[int, ...] | None"
 Assign: TypeAlias = "Callable[[Any], None] | None"
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(Struct, frozen=True, eq=False):
     """The ranks that save or load together: this one, their number, and their numbers in the whole job.
 
     `memo` keeps results of adapters for as long as one pass over the state lasts, `coordinate` this rank's
@@ -41,8 +39,8 @@ class World:
     rank: int
     size: int
     ranks: tuple[int, ...]
-    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    coordinate: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    memo: dict[Any, Any] = {}
+    coordinate: dict[str, int] = {}
 
     @property
     def global_rank(self) -> int:
@@ -79,7 +77,7 @@ class World:
         return tuple(sorted(place[rank] for rank in ranks if rank in place))
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
+class Place(Struct, frozen=True, gc=False):
     """The place of a value: its item, and its name in the item."""
 
     item: str
@@ -101,7 +99,7 @@ class Place(msgspec.Struct, frozen=True, gc=False):
         return tree.join(self.item, self.fqn)
 
 
-class View(msgspec.Struct, frozen=True):
+class View(Struct, frozen=True):
     """A tensor as one rank sees it.
 
     `parts` are boxes and the local memory of each, as a `Shard` has it.  `memory` is equal for two tensors
@@ -124,7 +122,7 @@ class View(msgspec.Struct, frozen=True):
         return sum(prod(box.lengths) for box, _ in self.parts)
 
 
-class Composite(NamedTuple):
+class Composite(Struct, frozen=True):
     """A tensor that consists of inner tensors: its record, and the path, tensor and view of each.
 
     The record has its `class`, `shape`, `context` (plain values), and `inner`: the names of the tensors
@@ -224,8 +222,7 @@ def first_match(adapters: Iterable[M], value: Any) -> M:
     return cast("M", found)
 
 
-@dataclass
-class Walk:
+class Walk(Struct, eq=False):
     """One pass over a state, which calls the adapters.  `fills` is set if the pass fills the objects.
 
     `extensions` are libraries on top of a framework that change its objects.  `beside` are items that the
@@ -238,9 +235,9 @@ class Walk:
     adapters: tuple[Matcher, ...]
     libraries: tuple[Arrays, ...]
     extensions: tuple[Any, ...] = ()
-    beside: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    beside: Mapping[str, Any] = field(default_factory=dict)
     _names: dict[str, dict[str, Hashable]] = field(default_factory=lambda: defaultdict(dict))
-    _alive: list[Any] = field(default_factory=list)
+    _alive: list[Any] = []
     _num_entered: int = 0
 
     @property
