@@ -4,7 +4,7 @@ Run: python benchmarks/unchanged/run.py [URL] [--layers 16] [--layer-mib 64] [--
 
 One rank saves after an earlier save in the same folder, by default a temporary one.  The same bytes, a
 hundredth of all bytes in rows of one layer, one changed layer, a LoRA beside a frozen base, or all layers are
-saved.  ``restart`` is the same bytes in a new process.  ``written`` is the part of the bytes that was written;
+saved.  ``restart`` is the same bytes in a new process.  ``written`` is the part of the bytes written.
 ``time`` is the median of the seconds, divided by that of the save of all layers.
 """
 
