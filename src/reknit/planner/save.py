@@ -336,7 +336,7 @@ def _cut_up(part: _Part, shard: Shard, most: int) -> Iterator[_Part]:
     A frozen tensor is not cut, since all of it is taken over.
     """
     nbytes = part.numel * shard.spec.itemsize
-    if nbytes <= most or shard.frozen:
+    if nbytes <= most or part.numel == 1 or shard.frozen:
         yield part
         return
     offsets, lengths = part.box.offsets, part.box.lengths
