@@ -374,6 +374,15 @@ def test_many_files_are_made_durable_together_and_few_one_by_one() -> None:
         check(ProcessMemory("together"), memory, files)
 
 
+def test_a_copy_that_fails_keeps_the_files_that_were_whole_before(storage: ProcessMemory) -> None:
+    memory, faulty = Memory([1] * 6), FaultyStorage(storage, plan=[Fault("error", 6, "write")])
+    with pytest.raises(StorageError, match="injected"):
+        write_files(
+            faulty, memory.files, memory, tuner=fixed(threads=1), recorder=Recorder("save"), keep=True
+        )
+    assert [listed.path for listed in storage.list()] == [f"files/{k}" for k in range(5)]
+
+
 class Changed:
     """Earlier files of which the first sample differs already."""
 
@@ -397,7 +406,9 @@ class Changed:
 @pytest.mark.parametrize("nbytes", [9 * MIB, 3 * MIB, 100])
 def test_a_file_that_differs_in_its_sample_is_fetched_once(nbytes: int, storage: ProcessMemory) -> None:
     memory, earlier = Memory([nbytes]), Changed()
-    write_files(storage, memory.files, memory, tuner=fixed(), recorder=Recorder("save"), earlier=earlier)
+    write_files(
+        storage, memory.files, memory, tuner=fixed(threads=1), recorder=Recorder("save"), earlier=earlier
+    )
     first = memory.bytes_of(0)[:BLOCK_NBYTES]
     assert earlier.samples == [first[-SAMPLE_NBYTES:]] * 2, "once in place, and once as it is written"
     assert sum(fetched[2] for fetched in memory.fetched) == nbytes + min(nbytes, SAMPLE_NBYTES)

@@ -196,6 +196,7 @@ def test_a_large_tensor_is_cut_in_equal_files_on_pages_unless_it_is_frozen() -> 
     assert parts(False, 1, 4, 5000, 2) == rows, "too few rows to be cut on pages"
     assert [nbytes for _, nbytes in parts(False, 100_001, pages=16)] == [14 << 12] * 6 + [55_940]
     assert parts(False, 2, 4096) == [("[0:2,0:4096]", 8 << 12)]
+    assert plan_save([shard("w", (), (0,))], 0, 1 << 40, 64, 1).files[0].nbytes == 4
     assert parts(True, 1 << 20, 1) == [("[0:1048576,0:1]", 4 << 20)]
 
 

@@ -248,8 +248,9 @@ def plan_save(
     for item in sorted(by_item):
         nbytes = sum(part.numel * shards[part.shard].spec.itemsize for part in by_item[item])
         enough = max(part_nbytes, -(-nbytes // num_parts)) if num_parts > 1 else max_file_nbytes
-        size = _FileSize(max_file_nbytes, enough)
-        files += _files(item, by_item[item], shards, size)
+        if enough < min(nbytes, max_file_nbytes):
+            by_item[item] = [p for part in by_item[item] for p in _cut_up(part, shards[part.shard], enough)]
+        files += _files(item, by_item[item], shards, _FileSize(max_file_nbytes, enough))
     return SavePlan(tuple(files))
 
 
@@ -299,8 +300,6 @@ def _files(item: str, parts: list[_Part], shards: Sequence[Shard], size: _FileSi
         lot = size
         if kind == "frozen":
             lot = _FileSize(min(size.most, FROZEN_FILE_NBYTES), max(size.enough, FROZEN_PART_NBYTES))
-        elif size.enough < size.most:
-            some = [p for part in some for p in _cut_up(part, shards[part.shard].spec.itemsize, size.enough)]
         files += _lay_out(item, len(files), some, shards, lot)
     return files
 
@@ -332,17 +331,20 @@ def _lay_out(
     return files
 
 
-def _cut_up(part: _Part, itemsize: int, most: int) -> Iterator[_Part]:
-    """Yield a part in boxes of at most about `most` bytes, about equal in size and end to end."""
-    axis = next((d for d, length in enumerate(part.box.lengths) if length > 1), None)
-    nbytes = part.numel * itemsize
-    if nbytes <= most or axis is None:
+def _cut_up(part: _Part, shard: Shard, most: int) -> Iterator[_Part]:
+    """Yield a part in boxes of at most about `most` bytes, about equal in size and end to end.
+
+    A frozen tensor is not cut, since all of it is taken over.
+    """
+    nbytes = part.numel * shard.spec.itemsize
+    if nbytes <= most or part.numel == 1 or shard.frozen:
         yield part
         return
     offsets, lengths = part.box.offsets, part.box.lengths
+    axis = next(d for d, length in enumerate(lengths) if length > 1)
     row = part.numel // lengths[axis]
     count = -(-lengths[axis] // -(-nbytes // most))
-    page = PAGE_NBYTES // gcd(row * itemsize, PAGE_NBYTES)  # rows
+    page = PAGE_NBYTES // gcd(row * shard.spec.itemsize, PAGE_NBYTES)  # rows
     if count >= 8 * page:
         count = -(-count // page) * page
     for start in range(0, lengths[axis], count):
@@ -352,4 +354,4 @@ def _cut_up(part: _Part, itemsize: int, most: int) -> Iterator[_Part]:
             (*lengths[:axis], rows, *lengths[axis + 1 :]),
         )
         some = _Part(part.shard, part.first + start * row, rows * row, box)
-        yield from _cut_up(some, itemsize, most) if rows == 1 else (some,)
+        yield from _cut_up(some, shard, most) if rows == 1 else (some,)

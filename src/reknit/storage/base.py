@@ -176,8 +176,8 @@ class Listed(NamedTuple):
     nbytes: int
 
 
-LINKED_NBYTES = 16 << 20
-"""Size of a file in a folder that costs little more than its bytes."""
+LINKED_NBYTES = 64 << 20
+"""Size of a file in a folder that costs little more than its bytes, also to a load (docs/decisions/0033)."""
 COPIED_NBYTES = 64 << 20
 """Size of an object that costs little more than its bytes, since each copy of one is a request."""
 

@@ -300,7 +300,7 @@ _FEW_BLOCKS = 2
 _MOST_FINISHES = 16
 """Files that are finished at once, as each waits for the store."""
 _FEW_FINISHES = 4
-"""So many files are finished one by one: threads cost more time than they save."""
+"""So many files are finished by the workers that write them: more threads cost more than they save."""
 _BEGIN_S = 0.01
 """Limit of the seconds for which other work waits until writing has begun."""
 _IDLE = 0.2
@@ -322,7 +322,8 @@ class _Writing:
         """Use `write_files`."""
         self.storage, self.source, self.recorder, self.earlier = storage, source, recorder, earlier
         self._keep = keep
-        self._whole: list[OutgoingFile] = []
+        self.whole: list[OutgoingFile] = []
+        """Files to finish in the end: a store then makes many durable in about the time of one."""
         self.files: list[OutgoingFile] = []
         self.taken: dict[int, Written] = {}
         self.left: deque[FileRange] = deque()
@@ -424,10 +425,10 @@ class _Writing:
             self.recorder.advance(nbytes)
             self.source.release(file.number, start, nbytes)
             if file.done_with(nbytes):
-                if self._keep:
-                    self._finish(file)
+                if self._keep or len(self.files) <= _FEW_FINISHES:
+                    self.finish(file)
                 else:
-                    self._whole.append(file)
+                    self.whole.append(file)
         except BaseException as error:
             self.source.fail(error)
             raise
@@ -461,12 +462,8 @@ class _Writing:
         number = piece.file.number
         return self.earlier.note_sample(number, self.source.look(number, begin, end - begin, arena))
 
-    def finish(self) -> None:
-        """Finish all files; a store then makes many files durable in about the time of one."""
-        count = min(_MOST_FINISHES, len(self._whole)) if len(self._whole) > _FEW_FINISHES else 1
-        run_jobs(self._whole, self._finish, threads=count, arena_nbytes=1, budget_nbytes=count)
-
-    def _finish(self, file: OutgoingFile, _: object = None) -> None:
+    def finish(self, file: OutgoingFile, _: object = None) -> None:
+        """Finish a file that is whole."""
         with self._clocks["write"].timed(), self._signed(file.path):
             assert file.writer is not None
             file.writer.finish()
@@ -555,7 +552,8 @@ def write_files(
             )
             meanwhile = None
         writing.digest_late()
-        writing.finish()
+        if count := min(_MOST_FINISHES, len(writing.whole)):
+            run_jobs(writing.whole, writing.finish, threads=count, arena_nbytes=1, budget_nbytes=count)
     except BaseException:
         writing.undo()
         raise
