@@ -151,7 +151,7 @@ def outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
 
 
 def _outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
-    plan = plan_save(holdings.shards, rank, cut.max_file_nbytes, cut.num_parts)
+    plan = plan_save(holdings.shards, rank, cut.max_file_nbytes, cut.num_parts, cut.part_nbytes)
     write_id = paths.new_write_id()
     files = tuple(
         OutlinedFile(file, _header(holdings, rank, file, write_id), write_id, Entries.of(file.entries))
