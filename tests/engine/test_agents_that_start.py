@@ -16,6 +16,7 @@ import pytest
 import reknit
 from reknit.engine.background import link as agent_link
 from reknit.errors import AgentError, StateError
+from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
 from tests.comm.worlds import join_tree
 from tests.faults.nursery import agents_of, wait_until
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from reknit.comm.tree.tree_group import TreeGroup
 
 LIMIT_S = 60.0
+OPTIONS = reknit.SaveOptions(timeout_s=LIMIT_S, comm=CommOptions(connect_timeout_s=15))
 
 Started = subprocess.Popen[bytes]
 
@@ -77,7 +79,7 @@ def saved(groups: Sequence[Any], path: Path, kind: str = "arrays") -> list[rekni
 
     def rank(group: Any) -> reknit.PendingSave:
         state = state_of(group.rank, 3.0, kind)
-        pending = reknit.save(path, state, wait=False, group=group)
+        pending = reknit.save(path, state, wait=False, group=group, options=OPTIONS)
         for array in state["model"].values():
             if isinstance(array, np.ndarray):
                 array[:] = -1

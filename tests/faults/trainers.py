@@ -355,7 +355,8 @@ def save_with_stopped_agents(
     link.start_child = stopped
     on_one_host = CommOptions(connect_timeout_s=connect_s)
     me = Trainer(log, root, rank, size, 1 << 20, on_one_host)
-    pending = me.save(0, options=dataclasses.replace(OPTIONS, comm=on_one_host))
+    # Longer than a test waits: only the time to connect may end a save.
+    pending = me.save(0, options=dataclasses.replace(OPTIONS, comm=on_one_host, timeout_s=20 * PATIENCE_S))
     me.update(1)
     me.say("saved")
     me.ended(0, pending)

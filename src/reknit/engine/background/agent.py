@@ -172,7 +172,7 @@ class Agent:
                 raise
             send = self._channel.try_send
             port.on_broken(lambda error: send(messages.Broken(isinstance(error, GroupClosedError))))
-            # An agent that never runs is told of by its trainer, unless that is gone as well.
+            # The trainer of an agent that never runs sends its error, unless that is gone as well.
             self._to_commit.put(port.await_below)
         self._channel.try_send(messages.Joined())
 
