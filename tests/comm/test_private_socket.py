@@ -7,28 +7,31 @@ import os
 import socket
 import stat
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from reknit.comm import serving
-from reknit.comm.group import Topology, barrier
+from reknit.comm.group import Call, Topology, barrier
 from reknit.comm.meeting import rendezvous
-from reknit.comm.meeting.addresses import check_owner
+from reknit.comm.meeting.addresses import PrivateSocket, check_owner
 from reknit.comm.tree import tree_group as tree
 from reknit.comm.tree.thread_group import thread_groups
 from reknit.comm.tree.tree_group import TreeGroup
 from reknit.engine.background.lanes import side_group
-from reknit.errors import CommError, DeadlineError, UsageError
+from reknit.errors import AgentError, CommError, DeadlineError, UsageError
 from reknit.options import CommOptions
+from reknit.system import start_thread
 from reknit.testing.world import run_ranks
 from tests.as_nobody import NOBODY, as_nobody, needs_another_user
 from tests.comm.memory_store import MemoryStore
 from tests.comm.test_strangers import PREFACE
-from tests.comm.worlds import ask, connect_rank, endings, listen_all, settled, tree_world
+from tests.comm.worlds import GENERATION, ask, connect_rank, endings, listen_all, settled, tree_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from reknit.comm.group import Group
 
 OPTIONS = CommOptions(fan_out=2, connect_timeout_s=30)
+LIMIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -327,3 +331,55 @@ def test_the_name_stays_while_somebody_is_yet_to_come(temporary: Path) -> None:
     assert settled(lambda: set(temporary.iterdir())) == set()
     for port in ports:
         port.close()
+
+
+def test_ranks_connect_to_a_socket_before_the_process_that_will_serve_it_takes_it_over() -> None:
+    door = PrivateSocket.listen(10)
+    handed = PrivateSocket(door.address, os.dup(door.socket.fileno()))
+    door.close()  # as by a trainer whose agent has it
+    topology = Topology([0] * 2, 2)
+    below = TreeGroup(1, topology, job="job", generation=GENERATION, options=OPTIONS)
+    connected = threading.Event()
+
+    def connect() -> None:
+        below.connect_parent(door.address)
+        connected.set()
+
+    thread = start_thread("connects", connect)
+    options = replace(OPTIONS, bind="unix")
+    above = TreeGroup(0, topology, job="job", generation=GENERATION, options=options, door=handed)
+    assert above.address == door.address
+    above.connect_parent("")
+    assert connected.wait(LIMIT_S)
+    thread.join()
+    assert endings([above, below], ask) == [b""] * 2
+    below.close()
+    above.close()
+
+
+def test_a_rank_that_never_connects_breaks_the_group_in_the_time_for_it() -> None:
+    above, missing, well = listen_all(3, connect_timeout_s=0.2)
+    connect_rank([above, missing, well], 0)
+    connect_rank([above, missing, well], 2)
+    above.await_below()
+    broken = above.rounds.broken
+    assert isinstance(broken, DeadlineError)
+    assert broken.message == "rank 1 did not connect to rank 0 within 0.2 s"
+    (error,) = endings([well], lambda group: group.gather(Call("ask", b"", LIMIT_S)) or group.give(None))
+    assert "rank 1 did not connect" in str(error)
+    for group in (well, missing, above):
+        group.close()
+
+
+def test_a_process_in_the_place_of_a_rank_that_is_gone_gives_its_neighbours_the_reason() -> None:
+    ports = listen_all(3, fan_out=1)
+    reason = AgentError("the agent of rank 1 has ended", rank=1)
+    above = connect_rank(ports, 0)
+    teller = start_thread("stands-in", lambda: ports[1].fail(ports[0].address, reason))
+    below = connect_rank(ports, 2)
+    teller.join(LIMIT_S)
+    for group in (above, below):
+        assert settled(lambda group=group: set() if group.broken else {"unbroken"}) == set()  # type: ignore[misc]
+        assert group.rounds.broken is not None
+        assert group.rounds.broken.message == reason.message
+        group.close()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 
 import reknit
 from reknit.engine.background import link as agent_link
-from reknit.errors import AgentError
+from reknit.errors import AgentError, StateError
+from reknit.options import CommOptions
 from reknit.testing.world import run_ranks
 from tests.comm.worlds import join_tree
 from tests.faults.nursery import agents_of, wait_until
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from reknit.comm.tree.tree_group import TreeGroup
 
 LIMIT_S = 60.0
+OPTIONS = reknit.SaveOptions(timeout_s=LIMIT_S, comm=CommOptions(connect_timeout_s=15))
 
 Started = subprocess.Popen[bytes]
 
@@ -66,7 +69,9 @@ def failed(process: Started) -> Started:
 def state_of(rank: int, value: float, kind: str) -> dict[str, Any]:
     """Return a state that all ranks hold, or with values alone, which no rank has to claim."""
     arrays = {"shared": np.full(30_000, value), f"own.{rank}": np.full(10 + rank, value)}
-    return {"model": arrays if kind == "arrays" else {"epoch": value}}
+    if kind == "others":
+        arrays["more"] = np.full(9, value)
+    return {"model": {"epoch": value} if kind == "values" else arrays}
 
 
 def saved(groups: Sequence[Any], path: Path, kind: str = "arrays") -> list[reknit.PendingSave]:
@@ -74,7 +79,7 @@ def saved(groups: Sequence[Any], path: Path, kind: str = "arrays") -> list[rekni
 
     def rank(group: Any) -> reknit.PendingSave:
         state = state_of(group.rank, 3.0, kind)
-        pending = reknit.save(path, state, wait=False, group=group)
+        pending = reknit.save(path, state, wait=False, group=group, options=OPTIONS)
         for array in state["model"].values():
             if isinstance(array, np.ndarray):
                 array[:] = -1
@@ -122,6 +127,8 @@ def test_a_first_save_returns_before_any_agent_runs(
         expected["model"] |= state_of(rank, 3.0, kind)["model"]
     reknit.load(tmp_path / "a", target)
     assert str(target) == str(expected)
+    assert ends(saved(chain, tmp_path / "b", "others")) == [None] * 3
+    assert reknit.verify(tmp_path / "b", "data").ok
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -146,6 +153,21 @@ def test_an_agent_that_does_not_start_fails_the_save_on_all_ranks_and_the_next_o
     assert not (tmp_path / "a" / "manifest.json").exists()
     assert ends(saved(chain, tmp_path / "b")) == [None] * 3
     assert reknit.verify(tmp_path / "b", "data").ok
+
+
+def test_a_rank_that_fails_before_it_claims_fails_the_first_save_on_all_ranks(
+    tmp_path: Path, chain: list[TreeGroup]
+) -> None:
+    def rank(group: Any) -> reknit.PendingSave:
+        state = state_of(group.rank, 3.0, "arrays")
+        if group.rank == 1:
+            state["odd"] = threading.Lock()
+        return reknit.save(tmp_path / "a", state, wait=False, group=group)
+
+    for error in ends(run_ranks(3, rank, groups=chain)):
+        assert isinstance(error, StateError)
+        assert error.rank == 1
+    assert ends(saved(chain, tmp_path / "b")) == [None] * 3
 
 
 def test_agents_that_never_start_fail_all_saves_until_they_can(

@@ -62,6 +62,27 @@ def test_a_first_save_is_committed_though_all_trainers_die_before_any_agent_runs
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_with_its_agent_before_that_runs_is_not_waited_for(
+    nursery: Nursery, tmp_path: Path, victim: int
+) -> None:
+    trainers = nursery.start_job("save_with_stopped_agents", tmp_path, 2, connect_s=5.0)
+    for trainer in trainers:
+        wait_until(lambda t=trainer: t.said("saved") or t.said("failed"), GONE_S, trainer.reported)  # type: ignore[misc]
+    agents = [pid for trainer in trainers for pid in trainer.agents()]
+    trainers[victim].kill()
+    send(agents[victim])
+    send(agents[1 - victim], signal.SIGCONT)
+    other = trainers[1 - victim]
+    wait_until(lambda: other.said("failed"), GONE_S, other.reported)
+    (error,) = other.said("failed")
+    assert "AgentError" in error or "DeadlineError" in error
+    assert f"rank {victim} " in error
+    wait_until(lambda: not any(map(is_running, agents)), GONE_S, other.reported)
+    assert found(step_path(tmp_path, 0), 2, MIB) is None
+    other.kill()
+
+
 @pytest.mark.parametrize(
     ("size", "last", "every"), [(1, 0, 1 if is_night() else 2), (2, 0, 1 if is_night() else 3), (2, 1, 1)]
 )

@@ -341,7 +341,9 @@ class Strikes:
         """Load nothing."""
 
 
-def save_with_stopped_agents(log: str, root: str, rank: int, size: int) -> None:
+def save_with_stopped_agents(
+    log: str, root: str, rank: int, size: int, connect_s: float = PATIENCE_S
+) -> None:
     """Save for the first time, on one host, while the agents are stopped before they run any code."""
     start = link.start_child
 
@@ -351,12 +353,14 @@ def save_with_stopped_agents(log: str, root: str, rank: int, size: int) -> None:
         return process
 
     link.start_child = stopped
-    on_one_host = CommOptions(connect_timeout_s=PATIENCE_S)
+    on_one_host = CommOptions(connect_timeout_s=connect_s)
     me = Trainer(log, root, rank, size, 1 << 20, on_one_host)
-    pending = me.save(0, options=dataclasses.replace(OPTIONS, comm=on_one_host))
+    # Longer than a test waits: only the time to connect may end a save.
+    pending = me.save(0, options=dataclasses.replace(OPTIONS, comm=on_one_host, timeout_s=20 * PATIENCE_S))
     me.update(1)
     me.say("saved")
     me.ended(0, pending)
+    me.say("closed", reknit.close(PATIENCE_S))
 
 
 def prepare_and_lose(log: str, root: str, rank: int, size: int, victim: str, late: bool) -> None:

@@ -172,9 +172,8 @@ class Agent:
                 raise
             send = self._channel.try_send
             port.on_broken(lambda error: send(messages.Broken(isinstance(error, GroupClosedError))))
-            self._to_commit.put(
-                port.await_below
-            )  # another agent may never begin, and its trainer be gone, too
+            # The trainer of an agent that never runs sends its error, unless that is gone as well.
+            self._to_commit.put(port.await_below)
         self._channel.try_send(messages.Joined())
 
     def _take_arena(self, given: messages.GiveArena, fd: int) -> None:

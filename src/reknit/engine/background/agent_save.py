@@ -374,4 +374,6 @@ class AgentState:
 
 def refuse(number: int, error: ReknitError, group: comm.Group, timeout_s: float) -> None:
     """Raise, on all ranks, the error that kept a save from beginning here."""
-    comm.fail(group, ASSIGN, error, timeout_s, subject=f"save {number}")
+    subject = f"save {number}"
+    with comm.turn(group, ASSIGN, timeout_s, merge=merge_claims, subject=subject, opens=True):
+        raise error
