@@ -393,7 +393,7 @@ class Changed:
         return True
 
     def note_sample(self, number: int, sample: Sequence[NDArray[np.uint8]]) -> bool:
-        self.samples.append(b"".join(sample))
+        self.samples.append(b"".join(view.tobytes() for view in sample))
         return False
 
     def equal(self, number: int, start: int, block: Sequence[NDArray[np.uint8]]) -> bool:

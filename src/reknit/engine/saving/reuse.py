@@ -220,7 +220,7 @@ class Reuse:
             begin, *rest = block
             label = relabelled(begin[:LABEL_NBYTES], self._write_id, known.write_id or "")
             block = label, begin[LABEL_NBYTES:], *rest
-        return digest(*block) == known.file.digests[start // BLOCK_NBYTES]
+        return digest(*block) == int(known.file.digests[start // BLOCK_NBYTES])
 
     def take_over(self, numbers: Sequence[int], taken: dict[int, Written]) -> None:
         """Let the store copy the earlier files of these numbers, unless it refuses a file."""
