@@ -8,7 +8,6 @@ from reknit.engine.saving import save as driver
 from reknit.engine.saving.here import Here
 from reknit.engine.saving.task import SaveTask
 from reknit.events.phase import Recorder
-from reknit.storage.base import part_nbytes
 from tests.engine.runs import nothing_held
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ class At(NamedTuple):
     def open(self, durability: str, recorder: Recorder) -> Storage:
         return self.storage
 
-    def part_nbytes(self, durability: str) -> int:
-        return part_nbytes(self.storage)
+    def copies_files(self, durability: str) -> bool:
+        return hasattr(self.storage, "copy_from")
 
 
 class HeldTask(SaveTask, kw_only=True, eq=False):

@@ -25,7 +25,7 @@ from reknit.engine.background.session import AgentSession
 from reknit.engine.background.snapshot import Snapshot
 from reknit.engine.outcome import SaveOutcome
 from reknit.engine.saving.coordinator import Coordinator
-from reknit.storage.base import part_nbytes
+from reknit.storage.base import CopiesFiles
 from reknit.storage.registry import open_storage, recipe, register
 from reknit.testing.world import run_ranks
 from tests.engine.watched import Watched
@@ -520,7 +520,8 @@ def test_what_is_saved_is_collected_and_copied_before_the_first_agent_takes_a_co
     def changing(*arguments: Any, form: Any = AgentSession.form, **options: Any) -> AgentSession:
         for array in state.values():
             array[:] = -1
-        return form(*arguments, **options)
+        formed: AgentSession = form(*arguments, **options)
+        return formed
 
     monkeypatch.setattr(AgentSession, "form", changing)
     options = reknit.SaveOptions(max_file_nbytes=2 << 20)
@@ -564,7 +565,7 @@ def test_a_store_that_only_this_process_knows_is_served_by_threads() -> None:
 def test_a_trainer_knows_what_its_agent_can_take_over_without_opening_the_store(tmp_path: Path) -> None:
     for url in one_by_one([str(tmp_path), f"file://{tmp_path}", "mem://x", "process://x"]):
         storage = open_storage(url)
-        assert recipe(url).part_nbytes("process") == part_nbytes(storage)
+        assert recipe(url).copies_files("process") == isinstance(storage, CopiesFiles)
 
 
 def open_elsewhere(url: str, durability: str) -> ProcessMemory:

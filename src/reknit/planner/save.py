@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 from msgspec import Struct, structs
 
 from reknit.planner.columns import Blocks, spread
-from reknit.types.box import Box, flat_range_boxes
+from reknit.types.box import flat_range_boxes
 from reknit.types.shard import FilePlan, SavePlan, WriteEntry, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from reknit.types.box import Box
     from reknit.types.shard import Shard
 
     Ints = NDArray[np.int64]
@@ -218,21 +218,17 @@ APART_NBYTES = 1 << 20
 FROZEN_FILE_NBYTES = 256 << 20
 """The largest file of frozen tensors.  If one did change, few are written anew with it, and a store that
 copies files can copy several at once."""
-FROZEN_PART_NBYTES = 64 << 20
-"""A file of frozen tensors is not ended before it has as many bytes, since all are taken over together."""
-PAGE_NBYTES = 4096
-"""A tensor is cut at multiples of this, if its rows allow it: only whole pages are written directly."""
+PART_NBYTES = 64 << 20
+"""A file is not ended before it has as many bytes, since each file costs a sync of some milliseconds."""
 
 
-def plan_save(
-    shards: Sequence[Shard], rank: int, max_file_nbytes: int, num_parts: int = 1, part_nbytes: int = 0
-) -> SavePlan:
+def plan_save(shards: Sequence[Shard], rank: int, max_file_nbytes: int, num_parts: int = 1) -> SavePlan:
     """Decide which parts of its shards `rank` writes, and where each lies in which file.
 
     Pure and local: every shard's `replicas` are known.  One line of files per item; a file rolls over to the
     next part before it would pass `max_file_nbytes` of tensor bytes (a single larger entry gets a file of its
     own).  The bytes of an item are divided into about `num_parts` files, each of which a later save can take
-    over if its bytes are the same.  A file has about `part_nbytes` at least, and a larger tensor is cut.
+    over if its bytes are the same.
     """
     by_item: dict[str, list[_Part]] = {}
     for number, first, numel in owned_parts(shards, rank):
@@ -247,10 +243,9 @@ def plan_save(
     files: list[FilePlan] = []
     for item in sorted(by_item):
         nbytes = sum(part.numel * shards[part.shard].spec.itemsize for part in by_item[item])
-        enough = max(part_nbytes, -(-nbytes // num_parts)) if num_parts > 1 else max_file_nbytes
-        if enough < min(nbytes, max_file_nbytes):
-            by_item[item] = [p for part in by_item[item] for p in _cut_up(part, shards[part.shard], enough)]
-        files += _files(item, by_item[item], shards, _FileSize(max_file_nbytes, enough))
+        enough = max(PART_NBYTES, nbytes // num_parts) if num_parts > 1 else max_file_nbytes
+        size = _FileSize(max_file_nbytes, enough)
+        files += _files(item, by_item[item], shards, size)
     return SavePlan(tuple(files))
 
 
@@ -270,7 +265,7 @@ class _Part(NamedTuple):
 
 
 class _FileSize(Struct, frozen=True):
-    """A file ends before it would pass `most` bytes, and once it has about `enough` bytes."""
+    """A file ends before it would pass `most` bytes, and after it has reached `enough` bytes."""
 
     most: int
     enough: int
@@ -297,10 +292,8 @@ def _files(item: str, parts: list[_Part], shards: Sequence[Shard], size: _FileSi
     files: list[FilePlan] = []
     for kind in get_args(_Kind):
         some = [part for part, k in zip(parts, kinds, strict=True) if k == kind]
-        lot = size
-        if kind == "frozen":
-            lot = _FileSize(min(size.most, FROZEN_FILE_NBYTES), max(size.enough, FROZEN_PART_NBYTES))
-        files += _lay_out(item, len(files), some, shards, lot)
+        most = min(size.most, FROZEN_FILE_NBYTES) if kind == "frozen" else size.most
+        files += _lay_out(item, len(files), some, shards, structs.replace(size, most=most))
     return files
 
 
@@ -320,8 +313,7 @@ def _lay_out(
     start = 0
     for number, first, numel, box in parts:
         nbytes = numel * shards[number].spec.itemsize
-        full = start + nbytes > size.enough and 2 * start >= size.enough
-        if entries and (full or start + nbytes > size.most):
+        if entries and (start >= size.enough or start + nbytes > size.most):
             files.append(FilePlan(item, part + len(files), tuple(entries), start))
             entries, start = [], 0
         entries.append(WriteEntry(number, first, numel, box, start, nbytes))
@@ -329,29 +321,3 @@ def _lay_out(
     if entries:
         files.append(FilePlan(item, part + len(files), tuple(entries), start))
     return files
-
-
-def _cut_up(part: _Part, shard: Shard, most: int) -> Iterator[_Part]:
-    """Yield a part in boxes of at most about `most` bytes, about equal in size and end to end.
-
-    A frozen tensor is not cut, since all of it is taken over.
-    """
-    nbytes = part.numel * shard.spec.itemsize
-    if nbytes <= most or part.numel == 1 or shard.frozen:
-        yield part
-        return
-    offsets, lengths = part.box.offsets, part.box.lengths
-    axis = next(d for d, length in enumerate(lengths) if length > 1)
-    row = part.numel // lengths[axis]
-    count = -(-lengths[axis] // -(-nbytes // most))
-    page = PAGE_NBYTES // gcd(row * shard.spec.itemsize, PAGE_NBYTES)  # rows
-    if count >= 8 * page:
-        count = -(-count // page) * page
-    for start in range(0, lengths[axis], count):
-        rows = min(count, lengths[axis] - start)
-        box = Box(
-            (*offsets[:axis], offsets[axis] + start, *offsets[axis + 1 :]),
-            (*lengths[:axis], rows, *lengths[axis + 1 :]),
-        )
-        some = _Part(part.shard, part.first + start * row, rows * row, box)
-        yield from _cut_up(some, shard, most) if rows == 1 else (some,)

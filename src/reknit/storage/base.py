@@ -176,25 +176,17 @@ class Listed(NamedTuple):
     nbytes: int
 
 
-LINKED_NBYTES = 64 << 20
-"""Size of a file in a folder that costs little more than its bytes, also to a load (docs/decisions/0033)."""
-COPIED_NBYTES = 64 << 20
-"""Size of an object that costs little more than its bytes, since each copy of one is a request."""
-
-
 class Reading(NamedTuple):
     """The way in which a store is read best; the defaults are those of a local disk.
 
     Holes of up to `gap_nbytes` between wanted runs are read over, as long as the bytes wasted are at most
     `waste` times those wanted; a store in which a request costs more than bytes wants both large.  One read
-    has at most about `piece_nbytes`.  A file of `file_nbytes` costs little more than its bytes, also one that
-    `CopiesFiles.copy_from` makes.
+    has at most about `piece_nbytes`.
     """
 
     gap_nbytes: int = 256 << 10
     waste: float = 0.05
     piece_nbytes: int = 8 << 20
-    file_nbytes: int = COPIED_NBYTES
 
 
 class Writer(Protocol):
@@ -341,11 +333,6 @@ class CopiesFiles(Protocol):
         source is gone, has another size, or cannot be reached, or the store refuses.  Then, and after an
         error, `path` does not exist and will not appear.  Raises `StorageError` if the path already exists.
         """
-
-
-def part_nbytes(storage: Storage) -> int:
-    """Return the size of files that a later save may take over; 0 if the store cannot copy files."""
-    return storage.reading.file_nbytes if isinstance(storage, CopiesFiles) else 0
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from reknit.environment import fsspec_config
 from reknit.errors import MissingExtraError, UnknownSchemeError, UsageError, shown
 from reknit.locations import absolute, is_location, location_text
 from reknit.options import Durability
-from reknit.storage.base import COPIED_NBYTES, LINKED_NBYTES, Storage, part_nbytes
+from reknit.storage.base import Storage
 from reknit.storage.local.store import LocalStorage
 from reknit.storage.paths import check_readable
 from reknit.storage.wrappers.forwarding import ForwardingStorage, RecordingStorage
@@ -70,8 +70,6 @@ class MovedStorage(ForwardingStorage):
 Factory = Callable[[str, Durability], Storage]
 
 ENTRY_POINTS = "reknit.storage"
-_LINKS = ("file", "mem")
-"""Schemes of stores that link files."""
 _OF_OBSTORE = (3, 11)
 """The oldest Python that obstore is made for."""
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*"
@@ -125,16 +123,15 @@ class StoreRecipe(NamedTuple):
         """Open the store, whose operations are recorded."""
         return recorded(open_storage(self.url, durability=durability), recorder)
 
-    def part_nbytes(self, durability: Durability) -> int:
-        """Return the size of files that a later save may take over; 0 if the store cannot copy files.
+    def copies_files(self, durability: Durability) -> bool:
+        """Return whether the store can copy files of an earlier checkpoint.
 
         Only a store of another package is opened for that; those of this module can.
         """
-        scheme = _scheme(self.url) or "file"
-        if getattr(factories.get(scheme), "__module__", "") == __name__:
-            return LINKED_NBYTES if scheme in _LINKS else COPIED_NBYTES
+        if getattr(factories.get(_scheme(self.url) or "file"), "__module__", "") == __name__:
+            return True
         with closing(open_storage(self.url, durability=durability)) as storage:
-            return part_nbytes(storage)
+            return getattr(storage, "copy_from", None) is not None
 
 
 def recipe(url: str | os.PathLike[str]) -> StoreRecipe:

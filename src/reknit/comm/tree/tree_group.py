@@ -118,7 +118,7 @@ class TreeGroup:
         self.server: HostServer | Server | None = None
         if children:
             with typed_known():
-                listen, _ = _ends(is_unix=options.bind == UNIX)
+                listen: Any = _ends(is_unix=options.bind == UNIX)[0]
                 if door is not None:
                     listen = partial(listen, door=door)
                 self.server = listen(self.rounds, self._hello, topology, options, master)

@@ -82,8 +82,8 @@ class AtAgent:
             except BaseException as error:  # also a bug: the other ranks must receive it
                 self._give_up(error)
 
-    def open(self) -> int:
-        """Start the agent, which opens the store; return the size of files that it may take over, or 0.
+    def open(self) -> bool:
+        """Start the agent, which opens the store; return whether the store takes over files.
 
         Raises the error of the arguments.
         """
@@ -91,7 +91,7 @@ class AtAgent:
         self._starting, self._must_join = self._background.supervisor.start(task.group), True
         if task.wrong is not None:
             raise task.wrong
-        return task.place.part_nbytes(task.options.durability) if task.options.reuse else 0
+        return task.options.reuse and task.place.copies_files(task.options.durability)
 
     def assign(self, part: Part) -> Owners:
         """Return the owners of claimed shards; ranks wait for each other only for those of a new layout."""
@@ -155,11 +155,11 @@ class AtAgent:
     def prepare(self) -> None:
         """Prepare for saves of the state of the task, with all ranks, in the place of `saving.save`."""
         with self.rounds():
-            part_nbytes = self.open()
+            takes_over = self.open()
             if self._starting is not None:
                 self._starting.begin()  # beside the preparation, for which no step of training waits
             with self.task.recorder.phase("collect"):
-                part = encode(self.task.holdings(), self.task, part_nbytes=part_nbytes)
+                part = encode(self.task.holdings(), self.task, takes_over=takes_over)
             self._warm_up(part)
 
     def _warm_up(self, part: Part) -> None:

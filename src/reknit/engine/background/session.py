@@ -343,7 +343,11 @@ class AgentSupervisor:
         return None if self.session else AgentStart(group, self._options, in_process=self._in_process)
 
     def session_for(
-        self, number: int, group: Group, starting: AgentStart | None, claims: round_messages.FirstClaims
+        self,
+        number: int,
+        group: Group,
+        starting: AgentStart | None,
+        claims: Callable[[], round_messages.FirstClaims],
     ) -> AgentSession:
         """Return the agents that work on a save; agents that are `starting` join each other first."""
         if starting is not None:

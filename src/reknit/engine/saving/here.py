@@ -24,7 +24,7 @@ from reknit.errors import ReknitError, typed
 from reknit.events.phase import monotonic
 from reknit.format import paths
 from reknit.format.checksum import BLOCK_NBYTES
-from reknit.storage.base import part_nbytes
+from reknit.storage.base import CopiesFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -158,8 +158,8 @@ class Here:
             warnings=tuple(self._outcome.warnings),
         )
 
-    def open(self) -> int:
-        """Open the store, after the saves before; return the size of files that it may take over, or 0.
+    def open(self) -> bool:
+        """Open the store, after the saves before; return whether it takes over files that did not change.
 
         Raises the error of the arguments.  A rank alone begins its round after that, so that this error is
         about no rank.
@@ -179,7 +179,7 @@ class Here:
             raise typed(error) from error
         if self._alone:
             self._enter(ASSIGN, merge_claims, self._subject, opens=True)
-        return part_nbytes(task.storage) if task.options.reuse else 0
+        return task.options.reuse and isinstance(task.storage, CopiesFiles)
 
     def assign(self, part: Part) -> Owners:
         """Claim the shards whose holders no framework records, and return the owners."""

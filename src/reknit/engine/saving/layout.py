@@ -116,7 +116,6 @@ class FileCut(Struct, frozen=True):
 
     max_file_nbytes: int
     num_parts: int = 1
-    part_nbytes: int = 0
 
 
 def layout_digest(holdings: Holdings, cut: FileCut) -> bytes:
@@ -151,7 +150,7 @@ def outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
 
 
 def _outline(holdings: Holdings, rank: int, cut: FileCut) -> Outline:
-    plan = plan_save(holdings.shards, rank, cut.max_file_nbytes, cut.num_parts, cut.part_nbytes)
+    plan = plan_save(holdings.shards, rank, cut.max_file_nbytes, cut.num_parts)
     write_id = paths.new_write_id()
     files = tuple(
         OutlinedFile(file, _header(holdings, rank, file, write_id), write_id, Entries.of(file.entries))

@@ -361,8 +361,8 @@ def _typed(device: Any) -> Iterator[None]:
         raise failure from error
 
 
-_MOST_PARTS = 128
-"""Files of an item on one rank: if a hundredth of the bytes changes, two hundredths are written again."""
+_MOST_PARTS = 64
+"""Files of an item on one rank: if one tensor changes, a hundredth of the bytes is written again."""
 _MOST_FILES = 1024
 """Files of an item on all ranks that store parts: each file costs a request, and an entry in the index."""
 
@@ -421,16 +421,15 @@ class Part:
         return outline(holdings, self.task.group.rank, self._cut)
 
 
-def encode(holdings: Holdings, task: SaveTask, *, part_nbytes: int) -> Part:
+def encode(holdings: Holdings, task: SaveTask, *, takes_over: bool) -> Part:
     """Check the names in the holdings of a rank, and encode their values; record the place of the rank.
 
-    If the store takes over files that did not change, each item has several files, of `part_nbytes` or more.
-    Raises `StateError` for a part of the state that no file can hold.
+    If the store `takes_over` files that did not change, each item has several files.  Raises `StateError` for
+    a part of the state that no file can hold.
     """
     task.recorder.coordinate = dict(holdings.coordinate)
-    parts = max(1, min(_MOST_PARTS, _MOST_FILES // task.group.size)) if part_nbytes else 1
-    cut = FileCut(task.options.max_file_nbytes, parts, part_nbytes)
-    return Part(task, encode_holdings(holdings, task.options), cut)
+    parts = max(1, min(_MOST_PARTS, _MOST_FILES // task.group.size)) if takes_over else 1
+    return Part(task, encode_holdings(holdings, task.options), FileCut(task.options.max_file_nbytes, parts))
 
 
 def lay_out(part: Part, owners: Owners) -> LiveFiles:

@@ -26,7 +26,7 @@ class SaveWriter(Protocol):
     def rounds(self) -> AbstractContextManager[None]:
         """Return the block in which a rank saves: an error in it is raised on all ranks."""
 
-    def open(self) -> int:
+    def open(self) -> bool:
         """Open the store, if this process writes; return whether it takes over files that did not change.
 
         Raises the error of the arguments.
@@ -50,10 +50,10 @@ def save(task: SaveTask, writer: SaveWriter) -> None:
     """
     with writer.rounds():  # an error in here reaches every rank
         # 3 Open the store, in the process that will write (local).
-        part_nbytes = writer.open()
+        takes_over = writer.open()
         # 4 Gather the shards and values of this rank, as views of live memory.  5 Encode the values (local).
         with task.recorder.phase("collect"):
-            part = encode(task.holdings(), task, part_nbytes=part_nbytes)
+            part = encode(task.holdings(), task, takes_over=takes_over)
         # 6 Assign owners for data whose holders no framework records (one round).
         owners = writer.assign(part)
         # 7 Lay out the files: all holders of a tensor compute the same cut, without a message (local).

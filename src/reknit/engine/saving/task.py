@@ -32,8 +32,8 @@ class SavePlace(Protocol):
     def open(self, durability: Durability, recorder: Recorder) -> Storage:
         """Open the store, whose operations are recorded (`storage.registry.StoreRecipe`)."""
 
-    def part_nbytes(self, durability: Durability) -> int:
-        """Return the size of files that a later save may take over; 0 if the store cannot copy files."""
+    def copies_files(self, durability: Durability) -> bool:
+        """Return whether the store can copy files of an earlier checkpoint."""
 
 
 class SaveTask(Struct, kw_only=True, eq=False, dict=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from reknit.environment import memory_folder
 from reknit.errors import StorageFullError, StoragePermissionError, UsageError
 from reknit.locations import absolute
-from reknit.storage.base import LINKED_NBYTES, Dated, Reading, Sweepable
+from reknit.storage.base import Dated, Reading, Sweepable
 from reknit.storage.local.files import NEW_FILE
 from reknit.storage.local.folders import moment_of, prune, unlink_below
 from reknit.storage.local.os_errors import translated
@@ -57,7 +57,7 @@ class MemoryStorage(LocalStorage):
     @property
     def reading(self) -> Reading:
         """Only wanted bytes are read: skipping a hole costs nothing."""
-        return Reading(gap_nbytes=0, waste=0.0, file_nbytes=LINKED_NBYTES)
+        return Reading(gap_nbytes=0, waste=0.0)
 
     def create(self, path: str, nbytes: int) -> LocalWriter:
         """Start a new file, and reserve its memory now.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 from reknit.errors import StorageError, StorageNotFoundError, UsageError
 from reknit.locations import absolute
 from reknit.options import Durability
-from reknit.storage.base import LINKED_NBYTES, Listed, Reading, shorter
+from reknit.storage.base import Listed, Reading, shorter
 from reknit.storage.local.files import (
     NEW_FILE,
     ReadCache,
@@ -85,7 +85,7 @@ class LocalStorage:
     @property
     def reading(self) -> Reading:
         """Small holes are read over: a disk reads the next bytes at no cost."""
-        return Reading(file_nbytes=LINKED_NBYTES)
+        return Reading()
 
     def create(self, path: str, nbytes: int) -> LocalWriter:
         """Start a new file under its final name.
