@@ -304,7 +304,7 @@ class SoloGroup:
     def __repr__(self) -> str:
         return "<SoloGroup: this process alone>"
 
-    @property
+    @lazy_property
     def topology(self) -> Topology:
         """A tree of one rank."""
         return Topology.flat(1, 1)

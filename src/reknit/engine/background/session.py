@@ -73,14 +73,15 @@ class AgentStart:
         self._link: AgentLink | None = None
         self.error: BaseException | None = None
         self._in_process, self._timeout_s = in_process, options.timeout_s
-        where, self._children = where_of(group, options.comm), group.topology.children(group.rank)
+        where, topology = where_of(group, options.comm), group.topology
+        self._children = topology.children(group.rank)
         self._wait_s = options.comm.connect_timeout_s
         self.listens = bool(self._children) and where.bind != UNIX
         self.join = messages.Join(
             job=FORM_ROUND,
             rank=group.rank,
-            hosts=group.topology.hosts,
-            fan_out=group.topology.fan_out,
+            hosts=topology.hosts,
+            fan_out=topology.fan_out,
             generation=group.given if isinstance(group, comm.SoloGroup) else group.generation,
             comm=dataclasses.asdict(where),
             low_priority=options.priority == "low",

@@ -425,10 +425,11 @@ class _Writing:
             self.recorder.advance(nbytes)
             self.source.release(file.number, start, nbytes)
             if file.done_with(nbytes):
-                if self._keep or len(self.files) <= _FEW_FINISHES:
-                    self.finish(file)
-                else:
+                if len(self.files) > _FEW_FINISHES and not self._keep:
                     self.whole.append(file)
+                else:
+                    with self._clocks["write"].timed(), self._signed(file.path):
+                        file.writer.finish()
         except BaseException as error:
             self.source.fail(error)
             raise

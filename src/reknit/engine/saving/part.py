@@ -53,7 +53,8 @@ class EncodedHoldings(Struct, frozen=True, dict=True):
         """The `shard_key` of each guessed shard."""
         keys: list[int] | None = self.holdings.known.get("keys")
         if keys is None:
-            keys = self.holdings.known["keys"] = [shard_key(self.holdings.shards[n]) for n in self.guessed]
+            shards = map(self.holdings.shards.__getitem__, self.guessed)
+            keys = self.holdings.known["keys"] = list(map(shard_key, shards))
         return keys
 
     def shard_claims(self) -> messages.ShardClaims:
