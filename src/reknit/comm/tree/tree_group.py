@@ -12,7 +12,7 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import round_errors
@@ -119,9 +119,8 @@ class TreeGroup:
         if children:
             with typed_known():
                 listen, _ = _ends(is_unix=options.bind == UNIX)
-                if door is not None:
-                    listen = partial(listen, door=door)
-                self.server = listen(self.rounds, self._hello, topology, options, master)
+                more = {} if door is None else {"door": door}
+                self.server = listen(self.rounds, self._hello, topology, options, master, **more)
         self.address = self.server.address if self.server is not None else ""
         self.host = self.server.host if self.server is not None else None
         self._at_exit = AtExit(self.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,8 @@ class AgentStart:
         """Send the error of an agent that ended before it joined the others to them, in its place."""
         assert self._link is not None
         if len(self.join.hosts) > 1:
-            joining(self.join, self._link.door).fail(above, error)
+            with suppress(Exception):  # without it the others wait for the time to connect
+                joining(self.join, self._link.door).fail(above, error)
 
     def give_up(self) -> None:
         """End an agent that is not needed."""
@@ -343,7 +345,11 @@ class AgentSupervisor:
         return None if self.session else AgentStart(group, self._options, in_process=self._in_process)
 
     def session_for(
-        self, number: int, group: Group, starting: AgentStart | None, claims: round_messages.FirstClaims
+        self,
+        number: int,
+        group: Group,
+        starting: AgentStart | None,
+        claims: Callable[[], round_messages.FirstClaims],
     ) -> AgentSession:
         """Return the agents that work on a save; agents that are `starting` join each other first."""
         if starting is not None:
