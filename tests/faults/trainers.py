@@ -352,7 +352,7 @@ def save_with_stopped_agents(
         process.send_signal(signal.SIGSTOP)
         return process
 
-    link.AgentLink._spawn = stopped  # type: ignore[method-assign]
+    link.AgentLink._spawn = stopped  # type: ignore[assignment, method-assign]
     on_one_host = CommOptions(connect_timeout_s=connect_s)
     me = Trainer(log, root, rank, size, 1 << 20, on_one_host)
     # Longer than a test waits: only the time to connect may end a save.
