@@ -517,7 +517,7 @@ def test_what_is_saved_is_collected_and_copied_before_the_first_agent_takes_a_co
         def load_state_dict(self, state: dict[str, Any]) -> None:
             """Load nothing."""
 
-    def changing(*arguments: Any, form: Any = AgentSession.form, **options: Any) -> AgentSession:
+    def changing(*arguments: Any, form: Any = AgentSession.form, **options: Any) -> Any:
         for array in state.values():
             array[:] = -1
         formed: AgentSession = form(*arguments, **options)

@@ -255,7 +255,7 @@ def meet_faults(
 
 def save_often(log: str, root: str, rank: int, size: int, count: int, early: int) -> None:
     """Save many times; log the resources of this process and its agent after save `early` and the last."""
-    me = Trainer(log, root, rank, size, 1 << 18)
+    me = Trainer(log, root, rank, size, 1 << 16)
     options = dataclasses.replace(OPTIONS, comm=LEAKS_COMM)
     before: dict[str, Held] = {}
     for number in range(1, count + 1):
@@ -345,14 +345,14 @@ def save_with_stopped_agents(
     log: str, root: str, rank: int, size: int, connect_s: float = PATIENCE_S
 ) -> None:
     """Save for the first time, on one host, while the agents are stopped before they run any code."""
-    start = vars(link)["start_child"]
+    start = link.AgentLink._spawn
 
-    def stopped(*arguments: Any, **options: Any) -> Any:
-        process = start(*arguments, **options)
+    def stopped(*arguments: Any) -> Any:
+        process = start(*arguments)
         process.send_signal(signal.SIGSTOP)
         return process
 
-    vars(link)["start_child"] = stopped
+    link.AgentLink._spawn = stopped  # type: ignore[assignment, method-assign]
     on_one_host = CommOptions(connect_timeout_s=connect_s)
     me = Trainer(log, root, rank, size, 1 << 20, on_one_host)
     # Longer than a test waits: only the time to connect may end a save.

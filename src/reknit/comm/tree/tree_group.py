@@ -12,7 +12,7 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reknit.comm import round_errors
@@ -118,10 +118,9 @@ class TreeGroup:
         self.server: HostServer | Server | None = None
         if children:
             with typed_known():
-                listen: Any = _ends(is_unix=options.bind == UNIX)[0]
-                if door is not None:
-                    listen = partial(listen, door=door)
-                self.server = listen(self.rounds, self._hello, topology, options, master)
+                listen, _ = _ends(is_unix=options.bind == UNIX)
+                more = {} if door is None else {"door": door}
+                self.server = listen(self.rounds, self._hello, topology, options, master, **more)
         self.address = self.server.address if self.server is not None else ""
         self.host = self.server.host if self.server is not None else None
         self._at_exit = AtExit(self.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -132,7 +133,8 @@ class AgentStart:
         """Send the error of an agent that ended before it joined the others to them, in its place."""
         assert self._link is not None
         if len(self.join.hosts) > 1:
-            joining(self.join, self._link.door).fail(above, error)
+            with suppress(Exception):  # without it the others wait for the time to connect
+                joining(self.join, self._link.door).fail(above, error)
 
     def give_up(self) -> None:
         """End an agent that is not needed."""
