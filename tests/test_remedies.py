@@ -85,6 +85,24 @@ def resized(folder: Path, said: str) -> Any:
     return shorter(folder, options=reknit.LoadOptions(allow_shape_mismatch=("m/w",)))
 
 
+def states_of(generator: Any) -> dict[str, Any]:
+    held = generator.bit_generator
+    return {"rng": {"state": held.state, "seeds": held.seed_seq.state}}
+
+
+def spawned_again(folder: Path, _: str) -> None:
+    """Save the states that a remedy names, and compare the generator that is made of them."""
+    generator, saved = np.random.default_rng(7), states_of(np.random.default_rng())
+    generator.spawn(2)
+    generator.random()
+    reknit.save(folder / "y", states_of(generator))
+    reknit.load(folder / "y", saved)
+    other = np.random.default_rng(np.random.SeedSequence(**saved["rng"]["seeds"]))
+    other.bit_generator.state = saved["rng"]["state"]
+    assert other.random() == generator.random()
+    assert other.spawn(1)[0].random() == generator.spawn(1)[0].random()
+
+
 CASES: dict[str, Case] = {
     "another dtype": (halves, r"LoadOptions\(cast=True\)", options(halves)),
     "another shape": (shorter, r"LoadOptions\(allow_shape_mismatch=\.\.\.\)", resized),
@@ -102,6 +120,11 @@ CASES: dict[str, Case] = {
         lambda folder: reknit.save(folder / "x", {"m": Extra(io.BytesIO)}),
         r"the bytes that its getvalue\(\) returns",
         lambda folder, _: reknit.save(folder / "x", {"m": Extra(bytes)}),
+    ),
+    "a generator that spawns": (
+        lambda folder: reknit.save(folder / "x", {"rng": np.random.default_rng(7)}),
+        r"its bit_generator\.state, .* its bit_generator\.seed_seq\.state .*SeedSequence\(\*\*saved\)",
+        spawned_again,
     ),
     "one name of two modules": (
         lambda folder: reknit.save(folder / "x", {"m": [nn.Linear(2, 2), nn.Linear(2, 2)]}),

@@ -223,5 +223,8 @@ def check_names_that_dots_make_equal_are_nested_by_torch(folder: str) -> None:
     export_torch(f"{folder}/c", f"{folder}/t.pt", verify=True)
     found = torch.load(f"{folder}/t.pt", weights_only=True)["m"]
     assert (found["a.b"].tolist(), found["a"]["b"].tolist()) == ([1, 1], [0, 0, 0])
+    reknit.save(f"{folder}/numbers", {"m": {"a.b": 1, "a": {"b": 1}, "w": torch.ones(2)}})
+    reknit.save(f"{folder}/both", {"m": {"a.b": torch.ones(()), "a": {"b": 1.0}}})
     for export in (export_orbax, export_dcp, export_npz):
-        raised(reknit.MismatchError, f"{folder}/c", f"{folder}/out", export=export)
+        for name in ("c", "numbers", "both"):
+            raised(reknit.MismatchError, f"{folder}/{name}", f"{folder}/out", export=export)

@@ -482,6 +482,46 @@ def check_leaves_without_a_place_in_reknit_are_named_and_close_nothing(folder: s
         assert "m/int4" in said.stdout
 
 
+def check_leaves_that_orbax_wrote_to_one_place_are_named_and_close_nothing(folder: str) -> None:
+    ones, zeros = np.ones(2), np.zeros(2)
+    trees: dict[str, tuple[dict[str, Any], set[str]]] = {
+        "arrays": ({"a.b": ones, "a": {"b": zeros}}, {"m/a.b", "m/a/b"}),
+        "lists": ({"a.0": ones, "a": [zeros]}, {"m/a.0", "m/a/0"}),
+        "numbers": ({"a.b.c": 1, "a": {"b": {"c": 2}, "b.c": 3}}, {"m/a.b.c", "m/a/b/c", "m/a/b.c"}),
+        "texts": ({"a.b": "x", "a": {"b": "y"}}, {"m/a.b", "m/a/b"}),
+        "kinds": ({"a.b": ones, "a": {"b": "y"}}, set()),
+        "empty": ({"a.b": ones, "a": {"b": None}}, set()),
+    }
+    for name, (tree, names) in trees.items():
+        path = saved(f"{folder}/{name}", {"m": {**tree, "w": np.full(3, 7.0)}})
+        with reknit.open(path) as checkpoint:
+            assert {entry.name for entry in checkpoint.manifest.unread} == names, name
+            assert checkpoint.read("m", "w").tolist() == [7, 7, 7]
+        target = {"m": {"w": np.zeros(3), **jax.tree.map(lambda leaf: leaf * 0, tree)}}
+        if not names:
+            reknit.load(path, target)
+            assert bits(target["m"]["a.b"]) == bits(ones)
+            continue
+        raises(
+            MismatchError,
+            "and another leaf to one place, 'm.a.",
+            lambda at=path, to=target: reknit.load(at, to),
+        )
+        assert not target["m"]["w"].any()
+        reknit.load(path, only := {"m": {"w": np.zeros(3)}}, strict=[f"!{each}" for each in sorted(names)])
+        assert only["m"]["w"].tolist() == [7, 7, 7]
+    items = saved(f"{folder}/items", {"m.a": {"b": ones}, "m": {"a": {"b": zeros}}, "n": {"w": ones}})
+    with reknit.open(items) as checkpoint:
+        assert {entry.name for entry in checkpoint.manifest.unread} == {"m.a/b", "m/a/b"}
+        assert [item for item, inside in checkpoint.tensors.items() if inside] == ["n"]
+
+
+def check_a_tree_of_texts_alone_loads(folder: str) -> None:
+    target = {"m": {"name": "", "of": {"it": ""}}}
+    reknit.load(saved(f"{folder}/c", {"m": {"name": "x", "of": {"it": "y"}}}), target)
+    assert target == {"m": {"name": "x", "of": {"it": "y"}}}
+
+
 def check_arrays_are_read_as_those_of_jax(folder: str) -> None:
     tree: dict[str, Any] = {
         "m": {"w": jnp.arange(8.0), "half": jnp.ones(2, jnp.bfloat16), "text": "x"},

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as real
 import pytest
+from orbax.checkpoint import checkpoint_managers as policies
 
 import reknit
 from reknit.errors import CheckpointExistsError, CheckpointNotFoundError, FencedError, UsageError
@@ -68,6 +69,35 @@ def check_options_decide_as_those_of_orbax(folder: str) -> None:
         assert latest == newest
         if "best_fn" in rules:
             assert ours_best == best, rules
+
+
+def check_a_step_with_an_unknown_metric_is_worse_than_any_other(folder: str) -> None:
+    def loss(metrics: Any) -> Any:
+        return metrics["loss"]
+
+    nan, inf = float("nan"), float("inf")
+    least = policies.BestN(get_metric_fn=loss, reverse=True, n=2)
+    rules: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [
+        ({"best_fn": loss, "best_mode": "min", "max_to_keep": 2}, [5.0, nan, 1.0, 4.0], [2, 3], 2),
+        ({"best_fn": loss, "max_to_keep": 2}, [5.0, 9.0, inf, 3.0, 4.0], [0, 1, 4], 1),
+        ({"best_fn": loss, "max_to_keep": 2}, [5.0, inf], [0, 1], 0),
+        ({"best_fn": loss, "max_to_keep": 2}, [nan, nan, nan], [1, 2], None),
+        ({"best_fn": loss, "preservation_policy": least}, [5.0, nan, 1.0, 4.0, 3.0], [2, 4], 4),
+        (
+            {"preservation_policy": policies.AnyPreservationPolicy([least, policies.EveryNSteps(4)])},
+            [5.0, nan, 1.0, 4.0, 6.0, 7.0],
+            [0, 2, 3, 4, 5],
+            5,
+        ),
+    ]
+    for number, (chosen, losses, kept, best) in enumerate(rules):
+        options = ocp.CheckpointManagerOptions(**chosen)
+        with ocp.CheckpointManager(f"{folder}/{number}", options=options) as manager:
+            for step, value in enumerate(losses):
+                assert manager.save(step, args=ocp.args.StandardSave(tree(step)), metrics={"loss": value})
+            manager.wait_until_finished()
+            assert (manager.all_steps(), manager.best_step()) == (kept, best), chosen
+    assert least.get_metric_fn is loss
 
 
 def check_a_step_that_was_removed_meanwhile_is_not_listed_after_the_wait(folder: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +77,52 @@ def test_the_first_error_of_an_upload_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(storage.system, "exists", fails("the second"))
     with pytest.raises(StorageError, match="the first"):
         writer.finish()
+
+
+AbstractBufferedFile: Any = fsspec.spec.AbstractBufferedFile
+
+
+class PartsFile(AbstractBufferedFile):  # type: ignore[misc]
+    """A file of parts that is there once its last part is, as in an object store."""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.parts = [*getattr(self, "parts", []), self.buffer.getvalue()]
+        if final:
+            self.fs.completed.append(self.path)
+        return True
+
+    def discard(self) -> None:
+        self.fs.discarded.append(self.path)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_upload_that_fails_is_discarded_and_never_completed(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage: Any = open_fsspec("memory://parts")
+    system = storage.system
+    monkeypatch.setattr(system, "completed", [], raising=False)
+    monkeypatch.setattr(system, "discarded", [], raising=False)
+    monkeypatch.setattr(system, "open", lambda path, mode: PartsFile(system, path, mode))
+    pieces = iter([b"abc"] if fails else [b"abc", b""])
+
+    def read(_: int) -> bytes:
+        for piece in pieces:
+            return piece
+        raise OSError("the disk is broken")
+
+    writer = storage.create("a", 3)
+    writer.write(0, memoryview(b"abc"))
+    writer._file.close()
+    monkeypatch.setattr(writer, "_file", SimpleNamespace(read=read, seek=lambda _: None, close=lambda: None))
+    if fails:
+        with pytest.raises(StorageError, match="the disk is broken"):
+            writer.finish()
+    else:
+        writer.finish()
+    gc.collect()  # a file that is not closed completes its upload when it is removed
+    name = ["/parts/a"]
+    assert (system.completed, system.discarded) == (([], name) if fails else (name, []))
 
 
 def test_a_scheme_that_nobody_knows_is_refused() -> None:

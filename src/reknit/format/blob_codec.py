@@ -249,7 +249,11 @@ def _remedy(value: Any) -> str:
         return "save the result of its getstate(), and pass that to its setstate() after a load"
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         state = "bit_generator.state" if isinstance(value, np.random.Generator) else "state"
-        return f"save its {state}, and set that in a generator of the same kind after a load"
+        seeds = state.replace("state", "seed_seq.state")
+        return (
+            f"save its {state}, and set that in a generator of the same kind after a load; for spawn(), save "
+            f"its {seeds} as well, and make that generator from numpy.random.SeedSequence(**saved)"
+        )
     if "DataLoader" in type(value).__name__:
         return (
             "it has no resumable position: use torchdata's StatefulDataLoader or a loader of "

@@ -209,7 +209,7 @@ class FsspecStorage:
             self._require_own(writer, path, full)  # a file put in its place meanwhile stays
             self._make_folder(full)
             try:
-                with self.system.open(full, "wb") as target:
+                with self.system.open(full, "wb") as target, _discarding(target):
                     while piece := source.read(_PIECE_NBYTES):
                         target.write(piece)
                 with self._lock:
@@ -330,6 +330,21 @@ class FsspecWriter:
             self._progress.end()
             self._file.close()
         self._storage.names.free(self._full, self)
+
+
+@contextmanager
+def _discarding(target: Any) -> Iterator[None]:
+    """After an exception, discard an upload, which the `close` of a file of fsspec would complete."""
+    from fsspec.spec import AbstractBufferedFile
+
+    try:
+        yield
+    except BaseException:
+        if isinstance(target, AbstractBufferedFile):
+            with suppress(Exception):  # the first error is the one to raise
+                target.discard()
+            target.closed = True
+        raise
 
 
 def open_fsspec(url: str, durability: Durability = "power") -> Storage:

@@ -65,16 +65,17 @@ class SavedState:
         return {path: leaf for path, leaf in leaves(self.state) if isinstance(leaf, Stub)}
 
     def stubs(self) -> dict[str, Stub]:
-        """Return all tensors by their names: the keys that lead to them, joined by dots."""
-        found: dict[str, Stub] = {}
-        for path, leaf in self.tensors().items():
-            if found.setdefault(dotted(path), leaf) is not leaf:
+        """Return all tensors by their names, the keys joined by dots, which no other value may have."""
+        found: dict[str, Any] = {}
+        for path, leaf in leaves(self.state):
+            if dotted(path) in found:
                 raise MismatchError(
-                    f"two tensors would be named {dotted(path)!r}",
+                    f"two values would be named {dotted(path)!r}",
                     remedy="this format joins keys by dots: `reknit export torch` nests them, or leave out "
                     "the item with --item, or items, that name the others",
                 )
-        return found
+            found[dotted(path)] = leaf
+        return {name: leaf for name, leaf in found.items() if isinstance(leaf, Stub)}
 
     def without_generators(self) -> SavedState:
         """Return a state that has typed keys as numbers alone, and says so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -321,9 +322,13 @@ class _ItemReader:
             return False
         tree = decode_tree(data, path)
         arrays, texts = [], []
+        names = Counter((leaf.kind == TEXT, leaf.name) for leaf in tree.leaves if not leaf.is_empty)
         for leaf in tree.leaves:
             if leaf.is_empty:
                 self._add_empty(place, leaf)
+            elif names[leaf.kind == TEXT, leaf.name] > 1:
+                why = f"Orbax wrote it and another leaf to one place, {shown(leaf.name)}, so one is lost"
+                self._leave_out(*place.names(leaf), why)
             elif leaf.kind == TEXT:
                 texts.append(leaf)
             elif leaf.kind in ARRAYS:
@@ -332,7 +337,8 @@ class _ItemReader:
                 why = f"it has the type {shown(leaf.kind)}, which a class of its own reads"
                 self._leave_out(*place.names(leaf), why)
         self._add_texts(place, texts)
-        self._add_arrays(place, tree, arrays)
+        if arrays:
+            self._add_arrays(place, tree, arrays)
         if tree.custom:
             self._entries.notes[path] = "its metadata of the whole tree have no place in reknit, and stay"
         return True

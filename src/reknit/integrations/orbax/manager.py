@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from contextlib import closing
+from copy import copy
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -124,12 +125,26 @@ def keep_rule(options: Any) -> Callable[[Sequence[SavedStep]], list[int]] | None
         rules.append(_best(options) if options.best_fn else policies.LatestN(n=options.max_to_keep))
         policy = policies.AnyPreservationPolicy(rules)
 
+    policy = _ranking(policy)
+
     def kept(steps: Sequence[SavedStep]) -> list[int]:
         facts = [each for each in map(StepFacts.of, steps) if each is not None]
         answers = policy.should_preserve(facts, context=policies.PreservationContext())
         return [each.step for each, stays in zip(facts, answers, strict=True) if stays]
 
     return kept
+
+
+def _ranking(policy: Any) -> Any:
+    """Return a policy that takes an unknown metric for the worst: Orbax may sort NaN as the best."""
+    if isinstance(policy, policies.AnyPreservationPolicy):
+        policy = copy(policy)
+        policy.policies = [*map(_ranking, policy.policies)]
+    elif isinstance(policy, policies.BestN):
+        policy, number = copy(policy), policy.get_metric_fn
+        worst = math.inf if policy.reverse else -math.inf
+        policy.get_metric_fn = lambda metrics: worst if math.isnan(rank := number(metrics)) else rank
+    return policy
 
 
 def _best(options: Any) -> Any:
@@ -185,7 +200,8 @@ class ManagedSteps:
     def add(self, step: int, pending: PendingSave, metrics: dict[str, float] | None) -> None:
         """Note a save that has begun."""
         self._taken.add(step)
-        self._saves[step] = pending, StepFacts(step, metrics, datetime.now(timezone.utc))
+        known = metrics and {name: n if math.isfinite(n) else math.nan for name, n in metrics.items()}
+        self._saves[step] = pending, StepFacts(step, known, datetime.now(timezone.utc))
 
     def removed(self, step: int) -> None:
         """Note that a step was removed by hand."""
