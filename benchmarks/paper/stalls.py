@@ -103,7 +103,7 @@ def measure(scratch: Path) -> Measured:
                 notes.append(f"{workload.name}: {found['nbytes'] / 1e6:,.0f} MB over 2 ranks.")
             for who, reason in found["failed"].items():
                 skipped[f"{who}, {workload.name} on {place}"] = reason
-            rows += _rows(workload, place, found["figures"])
+            rows += rows_of(workload, place, found["figures"])
     return Measured(rows, skipped, notes)
 
 
@@ -122,7 +122,8 @@ def _measured(workload: Workload, folder: str, rounds: int) -> dict[str, Any]:
     return {"figures": figures, "failed": same["taken"].failed | other.failed, "nbytes": same["nbytes"]}
 
 
-def _rows(workload: Workload, place: str, figures: dict[str, dict[str, list[float]]]) -> Iterator[Row]:
+def rows_of(workload: Workload, place: str, figures: dict[str, dict[str, list[float]]]) -> Iterator[Row]:
+    """Yield the rows of a workload at a place, from its figures by quantity and contestant."""
     paper = PAPER["Megatron" if workload.rival == MCP else "FSDP"]
     why = WHY | WHY_HDFS if place == "HDFS" else WHY
     for quantity, by_who in figures.items():

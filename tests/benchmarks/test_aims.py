@@ -55,7 +55,7 @@ def _planning() -> Iterator[str]:
 def _stalls() -> Iterator[str]:
     for workload in stalls.WORKLOADS:
         for place in workload.places:
-            yield from (row.what for row in stalls._rows(workload, place, {key: {} for key in stalls.WHAT}))
+            yield from (row.what for row in stalls.rows_of(workload, place, {key: {} for key in stalls.WHAT}))
 
 
 def _unchanged() -> Iterator[str]:

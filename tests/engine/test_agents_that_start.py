@@ -49,12 +49,10 @@ def chain() -> Iterator[list[TreeGroup]]:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, Started], Started]], None]:
     """Return a function that changes how agents start: by the rank, and the process that has been started."""
-    spawn = agent_link.AgentLink._spawn
+    spawn = agent_link.AgentLink.spawn
 
     def change(other: Callable[[int, Started], Started]) -> None:
-        monkeypatch.setattr(
-            agent_link.AgentLink, "_spawn", lambda self, fd: other(self.rank, spawn(self, fd))
-        )
+        monkeypatch.setattr(agent_link.AgentLink, "spawn", lambda self, fd: other(self.rank, spawn(self, fd)))
 
     return change
 

@@ -345,14 +345,14 @@ def save_with_stopped_agents(
     log: str, root: str, rank: int, size: int, connect_s: float = PATIENCE_S
 ) -> None:
     """Save for the first time, on one host, while the agents are stopped before they run any code."""
-    start = link.AgentLink._spawn
+    start = link.AgentLink.spawn
 
     def stopped(*arguments: Any) -> Any:
         process = start(*arguments)
         process.send_signal(signal.SIGSTOP)
         return process
 
-    link.AgentLink._spawn = stopped  # type: ignore[assignment, method-assign]
+    link.AgentLink.spawn = stopped  # type: ignore[assignment, method-assign]
     on_one_host = CommOptions(connect_timeout_s=connect_s)
     me = Trainer(log, root, rank, size, 1 << 20, on_one_host)
     # Longer than a test waits: only the time to connect may end a save.

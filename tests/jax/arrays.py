@@ -329,13 +329,13 @@ def check_boxes_of_arrays_that_are_cut_alike_are_found_once(folder: str) -> None
     cuts = (("x",), ("x", "y"), (None, "y"), ("x",), (None, "y"), ())
     reknit.save(folder, {f"{n}": put(values + n) for n in range(len(cuts))})
     target = {f"{n}": put(np.zeros_like(values), *cut) for n, cut in enumerate(cuts)}
-    filling._cut.cache_clear()
+    filling.cut_boxes.cache_clear()
     sys.setprofile(seen)
     try:
         reknit.load(folder, target)
     finally:
         sys.setprofile(None)
-    assert found.count("_cut") == len(set(cuts))
+    assert found.count("cut_boxes") == len(set(cuts))
     for n, cut in enumerate(cuts):
         assert np.array_equal(target[f"{n}"], values + n)
         assert target[f"{n}"].sharding == put(values, *cut).sharding

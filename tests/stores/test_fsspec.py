@@ -111,10 +111,10 @@ def test_an_upload_that_fails_is_discarded_and_never_completed(
             return piece
         raise OSError("the disk is broken")
 
+    gathered = SimpleNamespace(read=read, seek=lambda _: None, write=len, close=lambda: None)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: gathered)
     writer = storage.create("a", 3)
     writer.write(0, memoryview(b"abc"))
-    writer._file.close()
-    monkeypatch.setattr(writer, "_file", SimpleNamespace(read=read, seek=lambda _: None, close=lambda: None))
     if fails:
         with pytest.raises(StorageError, match="the disk is broken"):
             writer.finish()

@@ -73,7 +73,7 @@ class AgentLink:
             if in_process:
                 self._run_here(Channel(theirs, messages.decode))
             else:
-                self._process = self._spawn(theirs.fileno())
+                self._process = self.spawn(theirs.fileno())
                 theirs.close()
             start_thread(f"reknit-hears-agent-{rank}", self._listen)
         except BaseException:
@@ -167,7 +167,7 @@ class AgentLink:
         if self.door is not None:
             self.door.close()
 
-    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+    def spawn(self, fd: int) -> subprocess.Popen[bytes]:
         """Start the agent in a session of its own, out of reach of the terminal's signals, and return it."""
         if not sys.executable:
             raise AgentError(

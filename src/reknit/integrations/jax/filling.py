@@ -341,13 +341,14 @@ def _boxes(sharding: Any, shape: tuple[int, ...], place: Place) -> tuple[Box, ..
     """Return the boxes of this process, in the order of their offsets."""
     require_reduced(sharding, place)
     try:
-        return _cut(sharding, shape)
+        return cut_boxes(sharding, shape)
     except ValueError as error:
         raise StateError(f"{place} of shape {list(shape)} cannot be cut so: {error}") from error
 
 
 @lru_cache(maxsize=256)
-def _cut(sharding: Any, shape: tuple[int, ...]) -> tuple[Box, ...]:
+def cut_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Return the different boxes of this process, in the order of their offsets."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return tuple(sorted({box_of(index or (), shape) for index in indices}, key=lambda box: box.offsets))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 
 from reknit.errors import StateError
 from reknit.frameworks.torch import numbers
@@ -264,7 +265,7 @@ def _cut(one: HeldPart, work: Working) -> FlatPart | None:
     high = min(work.start + work.numel, whole.offset + whole.numel)
     if low >= high and whole.numel:
         return None
-    return replace(
+    return structs.replace(
         whole, start=low - whole.offset, numel=max(0, high - low), offset=low - work.start, total=work.numel
     )
 
