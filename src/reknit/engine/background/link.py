@@ -43,7 +43,9 @@ class AgentLink:
     calls `failed` when no later save can succeed, unless the agents were asked to end.
     """
 
-    def __init__(self, rank: int, *, in_process: bool, send_timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, *, in_process: bool, send_timeout_s: float, door: Door | None = None
+    ) -> None:
         self.rank = rank
         self.deliver: Callable[[Any], None] = _ignore
         self.lost: Callable[[ReknitError], None] = _ignore
@@ -60,7 +62,7 @@ class AgentLink:
         self._identity = identity()
         self._answered = threading.Condition()
         self._answers: list[messages.Listening | messages.Joined] = []
-        self.door: Door | None = None
+        self.door = door
         """The socket of the agent's server, kept here until the agent has joined the others."""
         self.unjoined: Callable[[ReknitError], None] = _ignore
         """Called last when the agent is gone, if it did not join the others."""
@@ -79,6 +81,7 @@ class AgentLink:
         except BaseException:
             theirs.close()
             self.channel.close()
+            self._shut_door()
             if self._process is not None:
                 self._process.kill()  # it has done nothing yet
                 self._process.wait()
@@ -228,6 +231,10 @@ class AgentLink:
             self._answered.notify_all()
         if not self._has_joined:
             self.unjoined(error)
+        self._shut_door()
+
+    def _shut_door(self) -> None:
+        """Close the socket of a server that nobody needs any more."""
         if self.door is not None:
             self.door.close()
             self.door.remove()

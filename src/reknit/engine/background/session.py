@@ -96,9 +96,11 @@ class AgentStart:
             return self
         join, door = self.join, None
         try:
-            self._link = AgentLink(join.rank, in_process=self._in_process, send_timeout_s=self._timeout_s)
             if self._children and not self.listens:
-                self._link.door = door = opened_door(join, len(self._children))
+                door = opened_door(join, len(self._children))
+            self._link = AgentLink(
+                join.rank, in_process=self._in_process, send_timeout_s=self._timeout_s, door=door
+            )
             self._link.send_to_starting(join, None if door is None else door.socket.fileno())
         except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
             self.error = error
