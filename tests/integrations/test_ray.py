@@ -102,6 +102,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
 
 @with_ray
 @pytest.mark.timeout(1000)
+@at_night("the start of a cluster takes a minute; tests of other trainers resume by day")
 def test_a_worker_resumes_bit_for_bit_from_the_newest_step_which_ray_did_not_save(used: Used) -> None:
     assert_complete(used.folder, used.output.lines[0])
     assert f"began with step {SAVED}," in used.output.lines[0]
@@ -146,6 +147,7 @@ def assert_went_on(folder: Path, line: str) -> None:
 
 @with_ray
 @pytest.mark.timeout(1000)
+@at_night("formats/test_import_foreign.py has ranks that import together by day")
 def test_processes_of_a_cluster_import_together_and_their_error_is_that_of_the_import(used: Used) -> None:
     assert used.output.lines[1:] == ["exit code 0", "exit code 2", "exit code 2"]
     assert "there is a committed checkpoint" in used.output.errors

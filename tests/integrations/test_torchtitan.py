@@ -23,6 +23,7 @@ from tests.integrations import torchtitan_job
 from tests.integrations.random_death import death
 from tests.optional import needs
 from tests.ranks import run
+from tests.running.examples import at_night
 from tests.runs.owners import Owner
 from tests.torchrun import pieces
 
@@ -126,6 +127,7 @@ def test_a_killed_run_resumes_bitwise_and_on_another_number_of_ranks(
 @pytest.mark.skipif(not OWN.exists(), reason="torchtitan's environment is not there; scripts/setup makes it")
 @pytest.mark.skipif(find_spec("torchtitan") is not None, reason="the tests run in torchtitan's environment")
 @pytest.mark.timeout(600)
+@at_night("it has an environment and a trainer of its own; tests of other trainers resume by day")
 def test_a_run_resumes_in_the_environment_of_torchtitan(tmp_path: Path) -> None:
     """At night, all tests of this file run there."""
     call = f"from {__name__} import resume_alone; resume_alone({str(tmp_path)!r})"
